@@ -1,0 +1,1 @@
+"""How a node gets onto the network: identity, host, invite, discovery, the first peer."""

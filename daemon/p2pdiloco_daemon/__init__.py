@@ -1,0 +1,1 @@
+"""The daemon: input, output and clocks around the library."""

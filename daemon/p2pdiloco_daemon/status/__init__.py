@@ -1,0 +1,1 @@
+"""What the node tells its owner: page, JSON, metrics."""

@@ -1,0 +1,1 @@
+"""Trains one model together over ordinary links: the part that decides and computes."""

@@ -1,0 +1,1 @@
+"""Outer gradients as bytes and back."""

@@ -1,0 +1,1 @@
+"""The inner loop: models, data, steps."""

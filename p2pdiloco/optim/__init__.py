@@ -1,0 +1,1 @@
+"""Tensor maths of the outer loop; each formula with its paper."""

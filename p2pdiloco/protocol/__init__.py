@@ -1,0 +1,1 @@
+"""Pure state machines: events in, actions out, time as an argument."""

@@ -1,0 +1,1 @@
+"""The production protocol code in virtual time."""
