@@ -1,0 +1,300 @@
+"""What a node tells about itself: one frozen tree for page, JSON, metrics and command line.
+
+The names here are the names in `GET /api/status` and are kept stable: fields may be added, none is
+renamed or changes its unit. Durations are seconds from monotonic clocks (`_s`), counts are whole
+numbers, `None` means "not known yet". Not here: how any of it is measured, and how it is shown.
+Other modules use these short names qualified: `view.Learner`, `view.Fragment`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+from typing import Any, TypeAlias
+
+CURVE_POINTS_MAX = 500
+"""Points sent per curve: more than a screen has columns for, and still only 10 KB of JSON."""
+ROUNDS_MAX = 20
+EVENTS_MAX = 50
+MEMBERS_MAX = 1000
+"""Rows a page can still draw. `num_members` counts a larger swarm, its tail is not listed."""
+
+CurvePoint: TypeAlias = tuple[int, float]
+"""(inner step, value)."""
+JsonObject: TypeAlias = dict[str, Any]
+
+
+class NodeState(StrEnum):
+    """What the node as a whole is doing; the page shows it as the colour of its sentence."""
+
+    STARTING = "starting"
+    FETCHING = "fetching"
+    """Taking the current state of the fragments from donors."""
+    TRAINING = "training"
+    ISOLATED = "isolated"
+    """Training locally: no other node can be reached."""
+    PAUSED = "paused"
+    SETTLED = "settled"
+    """Asked to stop training; everything merged that can be, anchors at rest."""
+    STOPPING = "stopping"
+    ERROR = "error"
+
+
+class LearnerState(StrEnum):
+    """What the learner child process is doing."""
+
+    STARTING = "starting"
+    WAITING = "waiting"
+    """Running, and not stepping until every fragment was installed once."""
+    TRAINING = "training"
+    PAUSED = "paused"
+    RESTARTING = "restarting"
+    STOPPED = "stopped"
+
+
+class FragmentSync(StrEnum):
+    """How this node's copy of a fragment stands against the newest the swarm is known to have."""
+
+    IN_SYNC = "in_sync"
+    BEHIND = "behind"
+    DIVERGED = "diverged"
+    """Our state at this version is not the lineage's: being replaced by fetching."""
+    FETCHING = "fetching"
+    EMPTY = "empty"
+
+
+class Role(StrEnum):
+    LEARNER = "learner"
+    BOOTSTRAP = "bootstrap"
+    """Helps others to join; trains nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    id: str
+    """Hex digest of the signed run spec."""
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learner:
+    state: LearnerState = LearnerState.STARTING
+    step: int = 0
+    tokens_per_s: float | None = None
+    step_s: float | None = None
+    """Recent wall time of one inner step."""
+    loss: float | None = None
+    """Recent training loss, nats per token."""
+    held_out_loss: float | None = None
+    """Nats per byte of text that nobody trains on."""
+    device: str | None = None
+    num_parameters: int | None = None
+    stall_share: float = 0.0
+    """Share of the time since the first step spent waiting for anything but itself, 0..1."""
+    restarts: int = 0
+    last_error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLedger:
+    """Where every token this node processed has gone.
+
+    One token trains all P fragments and each fragment is merged apart, so the unit is one token in
+    one fragment. `processed = merged + pending + rejected + lost`, exactly.
+    """
+
+    processed: int = 0
+    merged: int = 0
+    pending: int = 0
+    rejected: Mapping[str, int] = field(default_factory=dict)
+    """Reason -> count: offered, and not taken into a merge."""
+    lost: Mapping[str, int] = field(default_factory=dict)
+    """Reason -> count: gone by a crash, or merged into a lineage that lost."""
+    unit: str = "token-fragments"
+
+    @property
+    def rejected_total(self) -> int:
+        return sum(self.rejected.values())
+
+    @property
+    def lost_total(self) -> int:
+        return sum(self.lost.values())
+
+    @property
+    def adds_up(self) -> bool:
+        accounted = self.merged + self.pending + self.rejected_total + self.lost_total
+        return self.processed == accounted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Synchronizer:
+    peer: str
+    is_self: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """One finished or abandoned merge of one fragment."""
+
+    fragment: int
+    version: int
+    """The version it made, or would have made."""
+    term: int
+    attempt: int
+    synchronizer: str
+    contributors: Sequence[str]
+    outcome: str
+    """One word, for example "merged", "abandoned", "superseded"."""
+    reason: str
+    """Why it closed as it did, one sentence for a reader."""
+    seconds_ago: float
+    duration_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fragment:
+    index: int
+    version: int
+    head_version: int
+    """The newest version known in the swarm."""
+    state: FragmentSync
+    num_values: int
+    digest: str | None = None
+    """First characters of the state digest: equal on all nodes that hold this version."""
+    record_digest: str | None = None
+    """Digest of the merge record that made this version; None for version 0."""
+    local_steps: int = 0
+    """Inner steps since this fragment was last overwritten."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    peer: str
+    name: str
+    """Chosen by that peer: arbitrary text from a stranger."""
+    is_self: bool = False
+    alive: bool = True
+    ready: bool = True
+    """Holds every fragment and can take part in a round."""
+    role: Role = Role.LEARNER
+    versions_behind: int | None = None
+    step_s: float | None = None
+    tokens_per_s: float | None = None
+    last_heard_s: float | None = None
+    """Seconds since it was last heard of; 0 for this node."""
+    is_synchronizer: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByteCount:
+    sent_bytes: int = 0
+    received_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    by_kind: Mapping[str, ByteCount] = field(default_factory=dict)
+    """What the bytes were for ("message", "contribution", "merge", "state", ...)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopLag:
+    """How late the daemon's event loop was, over the last minute or so."""
+
+    p50_ms: float = 0.0
+    p99_ms: float = 0.0
+    max_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    last_saved_s_ago: float | None = None
+    error: str | None = None
+    """Why the last save failed; None once one succeeded again."""
+    bytes_on_disk: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One line of what happened, for people."""
+
+    seconds_ago: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    protocol_version: int
+    app_version: str
+    peer_id: str
+    node_name: str
+    run: Run
+    state: NodeState
+    sentence: str
+    """What this node is doing, in one sentence that a volunteer understands."""
+    uptime_s: float
+    page_url: str | None = None
+    learner: Learner = field(default_factory=Learner)
+    loss_curve: Sequence[CurvePoint] = ()
+    """(inner step, training loss in nats per token)."""
+    held_out_curve: Sequence[CurvePoint] = ()
+    """(inner step, held-out loss in nats per byte)."""
+    tokens: TokenLedger = field(default_factory=TokenLedger)
+    merges_total: int = 0
+    """Merges applied by this process."""
+    first_merge_s: float | None = None
+    """Seconds from the start of the process to its first applied merge; None before it."""
+    term: int = 0
+    attempt: int = 0
+    synchronizer: Synchronizer | None = None
+    rounds: Sequence[Round] = ()
+    """Newest first."""
+    fragments: Sequence[Fragment] = ()
+    members: Sequence[Member] = ()
+    """This node included."""
+    traffic: Traffic = field(default_factory=Traffic)
+    loop_lag: LoopLag = field(default_factory=LoopLag)
+    refusals: Mapping[str, int] = field(default_factory=dict)
+    """Reason -> how many messages or payloads of other peers were refused for it."""
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    events: Sequence[Event] = ()
+    """Newest first."""
+
+    def to_json(self) -> JsonObject:
+        """The document of `GET /api/status`: plain types, lists bounded, no NaN or infinity."""
+        bounded = dataclasses.replace(
+            self,
+            loss_curve=self.loss_curve[-CURVE_POINTS_MAX:],
+            held_out_curve=self.held_out_curve[-CURVE_POINTS_MAX:],
+            rounds=self.rounds[:ROUNDS_MAX],
+            members=self.members[:MEMBERS_MAX],
+            events=self.events[:EVENTS_MAX],
+        )
+        document: JsonObject = _plain(bounded)
+        document["num_members"] = len(self.members)
+        document["tokens"] |= {
+            "rejected_total": self.tokens.rejected_total,
+            "lost_total": self.tokens.lost_total,
+            "adds_up": self.tokens.adds_up,
+        }
+        return document
+
+
+def _plain(value: object) -> Any:
+    """`value` as JSON types. A number that JSON cannot write becomes null, never broken JSON."""
+    if dataclasses.is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(item) for item in value]
+    return value
