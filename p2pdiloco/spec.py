@@ -1,0 +1,434 @@
+"""The run spec: what a run trains and how, as its owner wrote, completed and signed it.
+
+The owner writes TOML (`read_spec_file`). `p2pdiloco bootstrap` adds the genesis weights' digests
+and signs the canonical bytes (`canonical_bytes`); their digest with the owner's key is the run id.
+A node takes part only in a run whose signed spec it has verified (`SignedSpec.unpack`).
+
+Nothing here signs: the caller passes a `Verify` function, the keys live in the bootstrap package.
+"""
+
+import difflib
+import json
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, get_args
+
+import msgpack
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+
+from p2pdiloco.errors import PeerError, UserError
+
+PROTOCOL_VERSION = 1
+"""Raised whenever two nodes of different versions could not take part in the same run."""
+
+MAX_SPEC_BYTES = 256 * 1024
+"""A spec with the digests of 1,024 fragments has about 70 KB; a transformers config a few KB."""
+
+_SIGNED_DOMAIN = b"p2pdiloco run spec\0"
+"""Prefix of what the owner signs, so that the signature fits nothing else the key ever signs."""
+
+Verify = Callable[[str, bytes, bytes], bool]
+"""(owner's public key in hex, signed bytes, signature) -> whether the signature is the owner's."""
+
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Share = Annotated[float, Field(ge=0, lt=1)]
+
+
+class _Section(BaseModel):
+    """One table of the spec: frozen, no unknown keys, no conversions ("3" is not 3), no NaN."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class ModelSpec(_Section):
+    """Which model: exactly one of a preset, a transformers config, a checkpoint to start from."""
+
+    preset: Literal["tiny"] | None = None
+    """`tiny`: Llama, 128 wide, 5 layers, 4 heads, 256 byte tokens, about 1.02 M parameters."""
+    config: dict[str, JsonValue] | None = None
+    """The content of a transformers config.json, with its `model_type`."""
+    checkpoint: str | None = None
+    """A directory in Hugging Face format, or a name on the hub; its weights become the genesis."""
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> Self:
+        given = [name for name, value in self if value is not None]
+        if len(given) != 1:
+            got = " and ".join(given) or "none"
+            raise ValueError(f"set exactly one of preset, config, checkpoint; got {got}")
+        if self.config is not None and not isinstance(self.config.get("model_type"), str):
+            raise ValueError('a config needs its model_type, for example model_type = "llama"')
+        return self
+
+
+class DataSpec(_Section):
+    """Which text. Every node draws its own deterministic stream from it."""
+
+    source: Literal["kjv", "files", "datasets"] = "kjv"
+    """`kjv`: the King James Bible, which ships in a package; `files`: `paths` on each node's disk;
+    `datasets`: `dataset` through the `datasets` library."""
+    paths: tuple[str, ...] = ()
+    """Text files or directories of them, for source = "files"."""
+    dataset: str | None = None
+    dataset_config: str | None = None
+    split: str = "train"
+    text_column: str = "text"
+    tokenizer: str = "bytes"
+    """`bytes`: one token per byte; else a Hugging Face tokenizer: a directory or a hub name."""
+    sequence_length: int = Field(default=128, ge=8, le=1 << 20)
+    """Tokens per sequence, in training, evaluation and sampling alike."""
+
+    @model_validator(mode="after")
+    def _source_has_what_it_needs(self) -> Self:
+        if (self.source == "files") != bool(self.paths):
+            raise ValueError('paths and source = "files" belong together: set both or neither')
+        if (self.source == "datasets") != (self.dataset is not None):
+            raise ValueError('dataset and source = "datasets" belong together: set both or neither')
+        return self
+
+
+class InnerSpec(_Section):
+    """The inner optimizer, AdamW, as every learner runs it between merges."""
+
+    learning_rate: float = Field(default=3e-3, gt=0, le=1)
+    betas: tuple[Share, Share] = (0.9, 0.95)
+    weight_decay: float = Field(default=0.1, ge=0, le=1)
+    warmup_steps: int = Field(default=20, ge=0)
+    """Local steps of linear warm-up; the learning rate follows the node's own cumulative steps."""
+    schedule: Literal["constant", "cosine"] = "constant"
+    decay_steps: int = Field(default=4000, ge=1)
+    """Local steps after which `cosine` has come down to a tenth of the learning rate, and stays."""
+    batch_size: int = Field(default=4, ge=1)
+    """Sequences per step and node."""
+    clip_norm: float = Field(default=1.0, gt=0)
+
+    @model_validator(mode="after")
+    def _decay_after_warmup(self) -> Self:
+        if self.schedule == "cosine" and self.decay_steps <= self.warmup_steps:
+            raise ValueError(
+                f"decay_steps must be larger than warmup_steps = {self.warmup_steps}, "
+                f"got {self.decay_steps}"
+            )
+        return self
+
+
+class OuterSpec(_Section):
+    """The outer optimizer, SGD with Nesterov momentum, as every replica applies it to a merge."""
+
+    learning_rate: float = Field(default=0.7, gt=0, le=10)
+    momentum: Share = 0.3
+
+
+class SyncSpec(_Section):
+    """When and how learners are merged (Decoupled DiLoCo; the symbols are the paper's)."""
+
+    strategy: Literal["quorum"] = "quorum"
+    inner_steps: int = Field(default=24, ge=1, le=1_000_000)
+    """H: inner steps of the median learner between two merges of the same fragment."""
+    num_fragments: int = Field(default=6, ge=1, le=1024)
+    """P: fragments of the model, merged one after the other, one every H/P steps."""
+    overlap_steps: int = Field(default=2, ge=1)
+    """tau: inner steps behind which one merge may hide; also the most rounds in flight."""
+    quorum: int = Field(default=1, ge=1)
+    """K: contributions without which a round does not close."""
+    grace_factor: float = Field(default=0.8, gt=0, lt=1)
+    """gamma: the part of the measured slack that a round may wait for more than the quorum."""
+    merge: Literal["rda", "mean"] = "rda"
+    wire: Literal["float32", "bf16", "int8", "int4"] = "int8"
+    """What an outer gradient becomes on its way, before zstd."""
+    term_merges: int = Field(default=4, ge=1, le=10_000)
+    """Merges after which the synchronizers rotate."""
+
+    @model_validator(mode="after")
+    def _periods_fit(self) -> Self:
+        if self.num_fragments > self.inner_steps:
+            raise ValueError(
+                f"num_fragments must be at most inner_steps = {self.inner_steps} (one fragment is "
+                f"launched every inner_steps/num_fragments steps), got {self.num_fragments}"
+            )
+        if self.overlap_steps >= self.inner_steps:
+            raise ValueError(
+                f"overlap_steps must be smaller than inner_steps = {self.inner_steps}, "
+                f"got {self.overlap_steps}"
+            )
+        return self
+
+
+class LimitsSpec(_Section):
+    """Bounds that all nodes of a run must share."""
+
+    max_contributors: int = Field(default=64, ge=1, le=1024)
+    """Contributions that one merge admits; they are listed in its record."""
+    max_message_bytes: int = Field(default=65536, ge=4096, le=1 << 20)
+    """The largest control message; a record with `max_contributors` entries must fit."""
+
+
+class GenesisSpec(_Section):
+    """The weights everybody starts from; written by `p2pdiloco bootstrap`, never by hand."""
+
+    num_parameters: int = Field(ge=1)
+    state_digests: tuple[Digest, ...]
+    """Of each fragment's version 0, in fragment order."""
+
+
+class RunSpec(_Section):
+    """The whole spec. Without `genesis` it is a draft, with it a run."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")
+    """Lower-case letters, digits and dashes; also names the directory of a node."""
+    seed: int = Field(default=0, ge=0, lt=1 << 32)
+    protocol_version: int = Field(default=PROTOCOL_VERSION, ge=1)
+    model: ModelSpec = ModelSpec(preset="tiny")
+    data: DataSpec = DataSpec()
+    inner: InnerSpec = InnerSpec()
+    outer: OuterSpec = OuterSpec()
+    sync: SyncSpec = SyncSpec()
+    limits: LimitsSpec = LimitsSpec()
+    genesis: GenesisSpec | None = None
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> Self:
+        if self.sync.quorum > self.limits.max_contributors:
+            raise ValueError(
+                f"sync.quorum must be at most limits.max_contributors = "
+                f"{self.limits.max_contributors}, got {self.sync.quorum}"
+            )
+        if self.genesis and len(self.genesis.state_digests) != self.sync.num_fragments:
+            raise ValueError(
+                f"genesis.state_digests must name {self.sync.num_fragments} fragments, "
+                f"got {len(self.genesis.state_digests)}"
+            )
+        return self
+
+    def with_genesis(self, genesis: GenesisSpec) -> "RunSpec":
+        """The draft completed to a run."""
+        return RunSpec(**{**dict(self), "genesis": genesis})
+
+
+@dataclass(frozen=True, slots=True)
+class SignedSpec:
+    """A run's spec as it travels and is kept: the signed bytes, never re-encoded."""
+
+    spec_bytes: bytes
+    owner: str
+    """The owner's public key in hex."""
+    signature: bytes
+
+    @property
+    def run_id(self) -> str:
+        """32 hex digits: blake2b-128 over the spec's bytes and the owner's public key."""
+        return run_id(self.spec_bytes, self.owner)
+
+    @property
+    def spec(self) -> RunSpec:
+        """The parsed spec; PeerError if the bytes are not a canonical, complete spec."""
+        return spec_from_bytes(self.spec_bytes)
+
+    def pack(self) -> bytes:
+        """msgpack of the three fields."""
+        fields = {"spec": self.spec_bytes, "owner": self.owner, "signature": self.signature}
+        return bytes(msgpack.packb(fields))
+
+    @classmethod
+    def unpack(cls, buffer: bytes, verify: Verify, expected_run_id: str | None = None) -> Self:
+        """Verifies size, form, signature, content and, where given, the run id; else PeerError."""
+        signed = cls._parse(buffer)
+        if expected_run_id is not None and signed.run_id != expected_run_id:
+            raise PeerError(
+                f"this is the spec of another run: expected run {expected_run_id}, "
+                f"got run {signed.run_id}; ask the run's owner for a new invite"
+            )
+        if not verify(signed.owner, bytes_to_sign(signed.spec_bytes), signed.signature):
+            raise PeerError(f"the spec is not signed by its owner {signed.owner}; do not use it")
+        spec_from_bytes(signed.spec_bytes)
+        return signed
+
+    @classmethod
+    def _parse(cls, buffer: bytes) -> Self:
+        if len(buffer) > 2 * MAX_SPEC_BYTES:
+            raise PeerError(
+                f"a signed spec has at most {2 * MAX_SPEC_BYTES} bytes, got {len(buffer)}"
+            )
+        try:
+            fields = msgpack.unpackb(buffer)
+        except (ValueError, msgpack.UnpackException) as error:
+            raise PeerError(
+                f"expected a signed spec in msgpack, got {len(buffer)} bytes of something else"
+            ) from error
+        match fields:
+            case {"spec": bytes(spec_bytes), "owner": str(owner), "signature": bytes(signature)}:
+                if not re.fullmatch(r"[0-9a-f]{64}", owner):
+                    raise PeerError(
+                        f"an owner is a public key of 64 hex digits, got {owner[:70]!r}"
+                    )
+                return cls(spec_bytes, owner, signature)
+        raise PeerError(
+            "a signed spec has the fields spec, owner and signature; these bytes do not"
+        )
+
+
+def read_spec_file(path: Path) -> RunSpec:
+    """Reads a draft from TOML; a UserError names file, key, what was expected and what was got."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(
+            f"{path}: no such file; `p2pdiloco new {path}` writes a commented one"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read as UTF-8 text: {error}") from error
+    return parse_spec(text, str(path))
+
+
+def parse_spec(text: str, source: str) -> RunSpec:
+    """Parses a draft in TOML; `source` names it in errors."""
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{source}: not valid TOML: {error}") from error
+    if "genesis" in values:
+        raise UserError(
+            f"{source}: genesis: written by `p2pdiloco bootstrap`, not by hand; remove the table"
+        )
+    version = values.get("protocol_version", PROTOCOL_VERSION)
+    if isinstance(version, int) and (problem := protocol_problem(version)):
+        raise UserError(f"{source}: {problem}")
+    try:
+        # By way of JSON, because strict mode takes a list for a tuple only from there.
+        return RunSpec.model_validate_json(json.dumps(values, default=str))
+    except ValidationError as error:
+        raise UserError(describe_errors(error, source)) from error
+
+
+def canonical_bytes(spec: RunSpec) -> bytes:
+    """Compact JSON with sorted keys and every default written out: the bytes that are signed."""
+    values = spec.model_dump(mode="json")
+    return json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def spec_from_bytes(spec_bytes: bytes) -> RunSpec:
+    """The complete spec whose `canonical_bytes` these are; else PeerError."""
+    if len(spec_bytes) > MAX_SPEC_BYTES:
+        raise PeerError(f"a spec has at most {MAX_SPEC_BYTES} bytes, got {len(spec_bytes)}")
+    try:
+        values = json.loads(spec_bytes)
+    except (ValueError, RecursionError) as error:
+        raise PeerError(
+            f"expected a spec in JSON, got {len(spec_bytes)} bytes of something else"
+        ) from error
+    version = values.get("protocol_version") if isinstance(values, dict) else None
+    if isinstance(version, int) and (problem := protocol_problem(version)):
+        raise PeerError(problem)
+    try:
+        spec = RunSpec.model_validate_json(spec_bytes)
+    except ValidationError as error:
+        raise PeerError(describe_errors(error, "the run's spec")) from error
+    if canonical_bytes(spec) != spec_bytes:
+        raise PeerError("the run's spec is not in canonical form: not written by this software")
+    if spec.genesis is None:
+        raise PeerError("the run's spec names no genesis weights: a draft, not a run")
+    return spec
+
+
+def bytes_to_sign(spec_bytes: bytes) -> bytes:
+    """What the owner's key signs."""
+    return _SIGNED_DOMAIN + spec_bytes
+
+
+def run_id(spec_bytes: bytes, owner: str) -> str:
+    """32 hex digits: blake2b-128 over the spec's bytes and the owner's public key (hex)."""
+    return blake2b(spec_bytes + bytes.fromhex(owner), digest_size=16).hexdigest()
+
+
+def protocol_problem(version: int) -> str | None:
+    """Why a spec of this protocol version cannot be run here, or None."""
+    if version == PROTOCOL_VERSION:
+        return None
+    remedy = "update p2pdiloco on this machine" if version > PROTOCOL_VERSION else "ask its owner"
+    return (
+        f"protocol_version: the run needs version {version}, this p2pdiloco speaks "
+        f"version {PROTOCOL_VERSION}; {remedy}"
+    )
+
+
+def differences(ours: RunSpec, theirs: RunSpec) -> list[str]:
+    """How two specs differ, one sentence per key; empty if they are the same."""
+    mine, other = _flatten(ours.model_dump(mode="json")), _flatten(theirs.model_dump(mode="json"))
+    return [
+        f"{key}: ours {_shown(mine.get(key))}, theirs {_shown(other.get(key))}"
+        for key in sorted(mine.keys() | other.keys())
+        if mine.get(key) != other.get(key)
+    ]
+
+
+def describe_errors(error: ValidationError, source: str) -> str:
+    """One line per mistake: where, what was expected, what was got, the nearest known key."""
+    return "\n".join(f"{source}: {_describe_error(dict(item))}" for item in error.errors())
+
+
+def _describe_error(item: Mapping[str, Any]) -> str:
+    location = item["loc"]
+    key = ".".join(str(part) for part in location)
+    if item["type"] == "extra_forbidden":
+        return f"{key}: unknown key; {_nearest_keys(location)}"
+    if item["type"] == "missing":
+        return f"{key}: missing; add it"
+    expected = item["msg"].removeprefix("Value error, ")
+    if item["type"] == "value_error":
+        return f"{key}: {expected}" if key else expected
+    expected = expected.removeprefix("Input should be ").removeprefix("String should ")
+    return f"{key}: expected {expected}, got {_shown(item['input'])}"
+
+
+def _nearest_keys(location: tuple[str | int, ...]) -> str:
+    """Advice for an unknown key: a near one in its table, or its right table, or all keys."""
+    table, name = location[:-1], str(location[-1])
+    known = sorted(_section_at(table).model_fields)
+    if near := difflib.get_close_matches(name, known, n=1):
+        return f"did you mean {near[0]}?"
+    elsewhere = [path for path in _all_keys() if path.split(".")[-1] == name]
+    if elsewhere:
+        return f"did you mean {' or '.join(elsewhere)}?"
+    return f"known here: {', '.join(known)}"
+
+
+def _section_at(table: tuple[str | int, ...]) -> type[BaseModel]:
+    section: type[BaseModel] = RunSpec
+    for part in table:
+        section = _section_type(section, str(part)) or section
+    return section
+
+
+def _section_type(section: type[BaseModel], name: str) -> type[BaseModel] | None:
+    annotation = section.model_fields[name].annotation
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
+
+
+def _all_keys() -> list[str]:
+    keys = []
+    for name in RunSpec.model_fields:
+        section = _section_type(RunSpec, name)
+        keys += [f"{name}.{key}" for key in section.model_fields] if section else [name]
+    return keys
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat.update(_flatten(value, f"{prefix}{key}."))
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."

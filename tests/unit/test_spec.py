@@ -1,0 +1,248 @@
+"""The run spec: what is accepted, what is refused and in which words."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from p2pdiloco.errors import PeerError, UserError
+from p2pdiloco.spec import (
+    PROTOCOL_VERSION,
+    GenesisSpec,
+    RunSpec,
+    SignedSpec,
+    bytes_to_sign,
+    canonical_bytes,
+    differences,
+    parse_spec,
+    read_spec_file,
+    spec_from_bytes,
+)
+
+OWNER = "ab" * 32
+
+
+def sign(owner: str, data: bytes) -> bytes:
+    return hashlib.sha256(owner.encode() + data).digest()
+
+
+def verify(owner: str, data: bytes, signature: bytes) -> bool:
+    return sign(owner, data) == signature
+
+
+def complete_spec(name: str = "kjv") -> RunSpec:
+    draft = RunSpec(name=name)
+    digests = tuple(f"{p:064x}" for p in range(draft.sync.num_fragments))
+    return draft.with_genesis(GenesisSpec(num_parameters=1000, state_digests=digests))
+
+
+def signed_spec(spec: RunSpec) -> SignedSpec:
+    spec_bytes = canonical_bytes(spec)
+    return SignedSpec(spec_bytes, OWNER, sign(OWNER, bytes_to_sign(spec_bytes)))
+
+
+def refusal(text: str) -> str:
+    with pytest.raises(UserError) as caught:
+        parse_spec(text, "run.toml")
+    return str(caught.value)
+
+
+def test_a_name_is_enough() -> None:
+    spec = parse_spec('name = "kjv"', "run.toml")
+    assert spec.model.preset == "tiny"
+    assert (spec.sync.inner_steps, spec.sync.num_fragments) == (24, 6)
+
+
+def test_lists_become_tuples() -> None:
+    spec = parse_spec('name = "a"\n[inner]\nbetas = [0.8, 0.9]', "run.toml")
+    assert spec.inner.betas == (0.8, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("name = ", "run.toml: not valid TOML: Invalid value (at end of document)"),
+        ("", "run.toml: name: missing; add it"),
+        (
+            'name = "Big Run"',
+            "run.toml: name: expected match pattern '^[a-z0-9][a-z0-9-]{0,62}$', got \"Big Run\"",
+        ),
+        (
+            'name = "a"\n[sync]\ninner_steps = -5',
+            "run.toml: sync.inner_steps: expected greater than or equal to 1, got -5",
+        ),
+        (
+            'name = "a"\n[sync]\ninner_steps = "24"',
+            'run.toml: sync.inner_steps: expected a valid integer, got "24"',
+        ),
+        (
+            'name = "a"\n[sync]\ninner_step = 5',
+            "run.toml: sync.inner_step: unknown key; did you mean inner_steps?",
+        ),
+        (
+            'name = "a"\n[sync]\nbatch_size = 5',
+            "run.toml: sync.batch_size: unknown key; did you mean inner.batch_size?",
+        ),
+        (
+            'name = "a"\n[outer]\nxyzzy = 5',
+            "run.toml: outer.xyzzy: unknown key; known here: learning_rate, momentum",
+        ),
+        (
+            'name = "a"\n[sync]\nwire = "int2"',
+            "run.toml: sync.wire: expected 'float32', 'bf16', 'int8' or 'int4', got \"int2\"",
+        ),
+        (
+            'name = "a"\n[sync]\ngrace_factor = 1.0',
+            "run.toml: sync.grace_factor: expected less than 1, got 1.0",
+        ),
+        (
+            'name = "a"\n[inner]\nlearning_rate = nan',
+            "run.toml: inner.learning_rate: expected a finite number, got NaN",
+        ),
+        (
+            'name = "a"\n[sync]\nquorum = 0',
+            "run.toml: sync.quorum: expected greater than or equal to 1, got 0",
+        ),
+        (
+            'name = "a"\n[sync]\noverlap_steps = 24',
+            "run.toml: sync: overlap_steps must be smaller than inner_steps = 24, got 24",
+        ),
+        (
+            'name = "a"\n[sync]\nquorum = 65',
+            "run.toml: sync.quorum must be at most limits.max_contributors = 64, got 65",
+        ),
+        (
+            'name = "a"\n[model]\npreset = "tiny"\ncheckpoint = "x"',
+            (
+                "run.toml: model: set exactly one of preset, config, checkpoint; "
+                "got preset and checkpoint"
+            ),
+        ),
+        (
+            'name = "a"\n[genesis]\nnum_parameters = 5',
+            "run.toml: genesis: written by `p2pdiloco bootstrap`, not by hand; remove the table",
+        ),
+        (
+            'name = "a"\nprotocol_version = 2',
+            (
+                "run.toml: protocol_version: the run needs version 2, this p2pdiloco speaks "
+                "version 1; update p2pdiloco on this machine"
+            ),
+        ),
+    ],
+)
+def test_a_mistake_is_named(text: str, words: str) -> None:
+    assert refusal(text) == words
+
+
+def test_more_fragments_than_steps_are_refused() -> None:
+    words = refusal('name = "a"\n[sync]\nnum_fragments = 25')
+    assert words.startswith("run.toml: sync: num_fragments must be at most inner_steps = 24")
+
+
+def test_every_mistake_is_listed() -> None:
+    lines = refusal('name = "a"\n[sync]\nquorum = 0\n[outer]\nmomentum = 1.0').splitlines()
+    assert [line.split(": ")[1] for line in lines] == ["outer.momentum", "sync.quorum"]
+
+
+def test_a_missing_file_says_how_to_make_one(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no such file; `p2pdiloco new .*` writes a commented one"):
+        read_spec_file(tmp_path / "run.toml")
+
+
+def test_a_binary_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="cannot be read as UTF-8 text"):
+        read_spec_file(path)
+
+
+def test_a_spec_is_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        setattr(RunSpec(name="a"), "name", "b")  # noqa: B010
+
+
+def test_canonical_bytes_come_back() -> None:
+    spec = complete_spec()
+    assert spec_from_bytes(canonical_bytes(spec)) == spec
+
+
+def test_the_run_id_depends_on_spec_and_owner() -> None:
+    spec_bytes = canonical_bytes(complete_spec())
+    ids = {
+        SignedSpec(spec_bytes, OWNER, b"").run_id,
+        SignedSpec(spec_bytes, "cd" * 32, b"").run_id,
+        SignedSpec(canonical_bytes(complete_spec("b")), OWNER, b"").run_id,
+    }
+    assert len(ids) == 3
+    assert all(len(run_id) == 32 for run_id in ids)
+
+
+def test_a_signed_spec_comes_back() -> None:
+    signed = signed_spec(complete_spec())
+    assert SignedSpec.unpack(signed.pack(), verify, signed.run_id) == signed
+    assert signed.spec == complete_spec()
+
+
+@pytest.mark.parametrize(
+    ("buffer", "words"),
+    [
+        (b"\xc1", "expected a signed spec in msgpack"),
+        (b"\x93\x01\x02\x03", "fields spec, owner and signature"),
+        (b"\x00" * 600_000, "at most 524288 bytes, got 600000"),
+    ],
+)
+def test_garbage_is_not_a_signed_spec(buffer: bytes, words: str) -> None:
+    with pytest.raises(PeerError, match=words):
+        SignedSpec.unpack(buffer, verify)
+
+
+def test_an_owner_that_is_no_key_is_refused() -> None:
+    with pytest.raises(PeerError, match="64 hex digits"):
+        SignedSpec.unpack(SignedSpec(b"{}", "owner", b"").pack(), verify)
+
+
+def test_another_signature_is_refused() -> None:
+    signed = signed_spec(complete_spec())
+    forged = SignedSpec(signed.spec_bytes, OWNER, b"forged")
+    with pytest.raises(PeerError, match="not signed by its owner"):
+        SignedSpec.unpack(forged.pack(), verify)
+
+
+def test_the_spec_of_another_run_is_refused() -> None:
+    ours, other = signed_spec(complete_spec()), signed_spec(complete_spec("b"))
+    with pytest.raises(PeerError, match=f"expected run {ours.run_id}, got run {other.run_id}"):
+        SignedSpec.unpack(other.pack(), verify, ours.run_id)
+
+
+def test_a_draft_is_not_a_run() -> None:
+    with pytest.raises(PeerError, match="a draft, not a run"):
+        spec_from_bytes(canonical_bytes(RunSpec(name="a")))
+
+
+def test_a_spec_in_another_form_is_refused() -> None:
+    with pytest.raises(PeerError, match="not in canonical form"):
+        spec_from_bytes(canonical_bytes(complete_spec()) + b" ")
+
+
+def test_a_spec_of_a_newer_protocol_is_refused_before_its_unknown_keys() -> None:
+    newer = f'{{"protocol_version":{PROTOCOL_VERSION + 1},"unheard_of":1}}'
+    with pytest.raises(PeerError, match="update p2pdiloco on this machine"):
+        spec_from_bytes(newer.encode())
+
+
+@pytest.mark.parametrize("spec_bytes", [b"", b"[]", b"7", b"\xff", b"[" * 100_000, b"{}"])
+def test_garbage_is_not_a_spec(spec_bytes: bytes) -> None:
+    with pytest.raises(PeerError):
+        spec_from_bytes(spec_bytes)
+
+
+def test_genesis_must_name_every_fragment() -> None:
+    with pytest.raises(ValueError, match="must name 6 fragments, got 1"):
+        RunSpec(name="a").with_genesis(GenesisSpec(num_parameters=1, state_digests=("0" * 64,)))
+
+
+def test_differences_name_each_key() -> None:
+    ours, theirs = RunSpec(name="a"), RunSpec(name="b", seed=7)
+    assert differences(ours, theirs) == ['name: ours "a", theirs "b"', "seed: ours 0, theirs 7"]
+    assert differences(ours, ours) == []
