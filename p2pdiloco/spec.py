@@ -47,8 +47,9 @@ class _Section(BaseModel):
 class ModelSpec(_Section):
     """Which model: exactly one of a preset, a transformers config, a checkpoint to start from."""
 
-    preset: Literal["tiny"] | None = None
-    """`tiny`: Llama, 128 wide, 5 layers, 4 heads, 256 byte tokens, about 1.02 M parameters."""
+    preset: Literal["tiny", "small"] | None = None
+    """Llamas over 256 byte tokens. `tiny`: 128 wide, 5 layers, 4 heads, 1.02 M parameters; `small`:
+    384 wide, 6 layers, 6 heads, 10.7 M parameters."""
     config: dict[str, JsonValue] | None = None
     """The content of a transformers config.json, with its `model_type`."""
     checkpoint: str | None = None
