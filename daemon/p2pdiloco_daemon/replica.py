@@ -87,9 +87,7 @@ class Replica:
         return self._states[fragment]
 
     def put(self, state: FragmentState) -> None:
-        """Hold this state from now on, whatever version was held; PayloadError if its size is
-        wrong.
-        """
+        """Hold this state from now on, whatever was held; PayloadError if its size is wrong."""
         size = self.fragments[state.fragment].size
         if state.anchor.shape != (size,) or state.momentum.shape != (size,):
             raise PayloadError(
@@ -109,7 +107,8 @@ class Replica:
         """
         anchor = self._held(fragment, base_version).anchor
         assert local.shape == anchor.shape and local.dtype == np.float32
-        return encode(anchor - local, self._wire)
+        with np.errstate(over="ignore"):  # encode refuses what overflows
+            return encode(anchor - local, self._wire)
 
     def decode_contribution(self, fragment: int, payload: Buffer) -> Vector:
         """A peer's outer gradient, float32[size], not zero and not longer than plausible.

@@ -46,7 +46,7 @@ def contribution(replica: Replica, seed: int) -> bytes:
 def test_genesis_is_version_zero_without_momentum() -> None:
     anchor = weights()
     state = genesis(0, anchor)
-    assert (state.version, state.momentum.any()) == (0, False)
+    assert state.version == 0 and not state.momentum.any()
     assert state.anchor.tobytes() == anchor.tobytes()
     anchor[0] = 5
     assert state.anchor[0] != 5
@@ -115,7 +115,7 @@ def test_a_zero_contribution_is_refused() -> None:
 
 
 def test_a_huge_contribution_is_refused() -> None:
-    with pytest.raises(PayloadError, match=r"norm 6\.\d+e\+08; at most \d+ is plausible"):
+    with pytest.raises(PayloadError, match=r"norm 6\.\d+e\+08; at most 12\.4 is plausible"):
         new_replica().decode_contribution(0, encode(weights() * np.float32(1e9), "int8"))
 
 
