@@ -87,11 +87,12 @@ class Replica:
         return self._states[fragment]
 
     def put(self, state: FragmentState) -> None:
-        """Hold this state from now on, whatever was held; PayloadError if its size is wrong."""
+        """Hold this state from now on; PayloadError if it has another size than the fragment."""
         size = self.fragments[state.fragment].size
         if state.anchor.shape != (size,) or state.momentum.shape != (size,):
             raise PayloadError(
-                f"a state of {state.anchor.size} values for fragment {state.fragment}; expected {size}"
+                f"a state of {state.anchor.size} values for fragment {state.fragment}; "
+                f"expected {size}"
             )
         self._states[state.fragment] = state
 
