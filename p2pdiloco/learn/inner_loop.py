@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from p2pdiloco.errors import StoreError, UserError
-from p2pdiloco.learn.text import TextStream
 from p2pdiloco.optim.fragments import Fragment
 from p2pdiloco.spec import InnerSpec
 
@@ -33,6 +33,15 @@ COSINE_FLOOR = 0.1
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 """Of AdamW, each of its parameter's shape."""
+
+
+class Stream(Protocol):
+    """Where batches come from; `text.TextStream` is one."""
+
+    cursor: int
+
+    def next_batch(self, batch_size: int) -> npt.NDArray[np.int64]:
+        """int64 [B, S + 1]"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +58,7 @@ class InnerLoop:
     def __init__(
         self,
         model: torch.nn.Module,
-        stream: TextStream,
+        stream: Stream,
         spec: InnerSpec,
         fragments: Sequence[Fragment],
         device: torch.device | str = "cpu",
