@@ -1,0 +1,123 @@
+"""What a node wants done. Each says which event answers it; `Send` and `Note` have no answer."""
+
+from dataclasses import dataclass
+
+from p2pdiloco.protocol.events import SnapshotInfo
+from p2pdiloco.protocol.lineage import Contributor, Record
+from p2pdiloco.protocol.naming import PeerId, RoundId
+from p2pdiloco.protocol.wire import Message
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Best effort; the protocol repeats what matters with the next heartbeat."""
+
+    peer: PeerId
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A line for the log and the page that a person can read."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareContribution:
+    """Snapshot the fragment at the learner's next boundary where it stands on `round.version - 1`,
+    and encode it.
+
+    Answer: ContributionPrepared or ContributionFailed. Replaces an earlier contribution of the same
+    fragment.
+    """
+
+    round: RoundId
+
+
+@dataclass(frozen=True, slots=True)
+class DropContribution:
+    """Nobody will pull it any more."""
+
+    fragment: int
+
+
+@dataclass(frozen=True, slots=True)
+class PullContribution:
+    """Fetch and check a contribution (possibly our own). Answer: ContributionPulled or
+    PullFailed.
+    """
+
+    round: RoundId
+    peer: PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class MergeRound:
+    """Merge what was pulled, weighted by its counters, encode once, apply it. Answer: RoundMerged
+    or MergeFailed.
+    """
+
+    round: RoundId
+    parts: tuple[Contributor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DropRound:
+    """Free what was pulled for this round; a merge that was not committed is undone."""
+
+    round: RoundId
+
+
+@dataclass(frozen=True, slots=True)
+class CommitRecord:
+    """Keep the record of our own merge with its payload; it is served from now on."""
+
+    record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class FetchRecords:
+    """Answer: RecordsFetched or RecordsFailed."""
+
+    peer: PeerId
+    fragment: int
+    after_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class CatchUp:
+    """Load `snapshot` if there is one, then apply the merges of `records` in order, payloads from
+    any of `donors`.
+
+    Answer: StateReached for the snapshot and for each record, or CatchUpFailed, after which nothing
+    more comes.
+    """
+
+    fragment: int
+    snapshot: SnapshotInfo | None
+    records: tuple[Record, ...]
+    donors: tuple[PeerId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class InstallFragment:
+    """Give the learner our state of this version. Answer: FragmentInstalled (or LearnerStopped)."""
+
+    fragment: int
+    version: int
+
+
+Action = (
+    Send
+    | Note
+    | PrepareContribution
+    | DropContribution
+    | PullContribution
+    | MergeRound
+    | DropRound
+    | CommitRecord
+    | FetchRecords
+    | CatchUp
+    | InstallFragment
+)

@@ -1,0 +1,175 @@
+"""The node as contributor: it answers open rounds with outer gradients, and keeps the ledger of its
+tokens.
+
+A fragment has at most one offer, for the newest round that asked:
+
+    waiting for the learner to stand on the version --> preparing --> ready --> settled when the
+    learner receives the next version
+"""
+
+from p2pdiloco.protocol import events
+from p2pdiloco.protocol.actions import DropContribution, InstallFragment, PrepareContribution
+from p2pdiloco.protocol.ledger import BRANCH, NOT_ASKED
+from p2pdiloco.protocol.naming import PeerId, RoundId
+from p2pdiloco.protocol.register import Offer, Register
+from p2pdiloco.protocol.state import NodeState
+from p2pdiloco.protocol.wire import ContributionReady, RoundDeclined, RoundOpened
+
+NOT_IN_TIME = "ready, but not before the round closed"
+LEARNER_DIED = "the learner died before they were merged"
+OLD_FENCE = "an old term or attempt"
+
+
+def round_opened(node: NodeState, sender: PeerId, message: RoundOpened) -> None:
+    register = node.registers[message.round.fragment]
+    reason = _why_not(node, register, sender, message)
+    if reason:
+        decline(node, sender, message.round, reason)
+        return
+    register.fence = message.round.fence
+    if register.offer:
+        node.do(DropContribution(register.index))
+    register.offer = Offer(message.round, sender)
+    prepare_if_possible(node, register)
+
+
+def _why_not(
+    node: NodeState, register: Register, sender: PeerId, message: RoundOpened
+) -> str | None:
+    round_id, chain = message.round, register.chain
+    if not node.ready or chain is None:
+        return "not taking part at the moment"
+    if not node.cooled_down(sender):
+        return "cooling down after wrong bytes"
+    if round_id.version <= chain.version:
+        node.tell_head(sender, register)
+        return f"already at v{chain.version}"
+    if round_id.version > chain.version + 1:
+        return f"still at v{chain.version}"
+    if message.parent != chain.digest:
+        node.tell_head(sender, register)
+        return "on another lineage"
+    if round_id.fence < register.fence:
+        node.refuse(OLD_FENCE)
+        return f"{OLD_FENCE}: {round_id.fence} is before {register.fence}"
+    offer = register.offer
+    if offer and offer.round == round_id and offer.synchronizer != sender:
+        return f"already in this round of {offer.synchronizer[-8:]}"
+    if not node.learner_alive:
+        return "the learner is not running"
+    return None
+
+
+def decline(node: NodeState, synchronizer: PeerId, round_id: RoundId, reason: str) -> None:
+    if synchronizer != node.me:
+        node.send(synchronizer, RoundDeclined(round_id, reason[:200]))
+
+
+def prepare_if_possible(node: NodeState, register: Register) -> None:
+    """A learner that has not received the round's base yet receives it first."""
+    offer = register.offer
+    if offer and not offer.preparing and register.installed == offer.round.version - 1:
+        offer.preparing = True
+        node.do(PrepareContribution(offer.round))
+
+
+def prepared(node: NodeState, event: events.ContributionPrepared) -> ContributionReady | None:
+    """Returns the report for the synchronizer if it still wants one."""
+    register = node.registers[event.round.fragment]
+    offer = register.offer
+    if not offer or offer.round != event.round:
+        return None
+    offer.tokens = event.tokens
+    return ContributionReady(event.round, event.steps, event.tokens, event.num_bytes, node.step_s)
+
+
+def failed(node: NodeState, event: events.ContributionFailed) -> None:
+    register = node.registers[event.round.fragment]
+    offer = register.offer
+    if offer and offer.round == event.round:
+        register.offer = None
+        decline(node, offer.synchronizer, event.round, event.reason)
+
+
+def steps_done(node: NodeState, event: events.StepsDone) -> None:
+    for register in node.registers:
+        if register.installed is not None:
+            register.steps += event.steps
+            node.ledger.step(register.index, event.tokens)
+
+
+def learner_started(node: NodeState) -> None:
+    node.learner_alive = True
+    for register in node.registers:
+        if register.chain and not register.pursuit:
+            node.do(InstallFragment(register.index, register.version))
+
+
+def learner_stopped(node: NodeState, reason: str) -> None:
+    node.learner_alive = False
+    node.note(f"the learner stopped: {reason}")
+    for register in node.registers:
+        if register.installed is not None:
+            _settle(node, register, register.installed + 1, LEARNER_DIED)
+        register.installed, register.steps = None, 0
+
+
+def installed(node: NodeState, event: events.FragmentInstalled) -> None:
+    """The learner moved on: whatever it had trained on the version before is settled."""
+    register = node.registers[event.fragment]
+    pending = node.ledger.pending[register.index]
+    assert event.tokens == pending, f"the learner counted {event.tokens} tokens, we {pending}"
+    if register.installed is not None:
+        _settle(node, register, register.installed + 1, NOT_ASKED)
+    register.installed, register.steps = event.version, 0
+    prepare_if_possible(node, register)
+
+
+def version_reached(node: NodeState, register: Register) -> None:
+    """The replica moved to a new version: an offer for it, or for one before, is over once the
+    learner receives it.
+    """
+    if register.chain and register.chain.head:
+        head = register.chain.head
+        node.ledger.revise(register.index, head.version, head.tokens_of(node.me))
+    if register.offer and register.offer.round.version <= register.version:
+        node.do(DropContribution(register.index))
+
+
+def lineage_changed(node: NodeState, register: Register) -> None:
+    """After a fork: what was merged on the losing branch is lost, and the page says so."""
+    chain = register.chain
+    assert chain
+    for version in range(chain.base + 1, chain.version + 1):
+        record = chain.record(version)
+        assert record
+        node.ledger.revise(register.index, version, record.tokens_of(node.me))
+
+
+def branch_lost(node: NodeState, register: Register, first: int, last: int) -> None:
+    """Versions `first` to `last` of our chain are abandoned."""
+    before = node.ledger.totals().lost.get(BRANCH, 0)
+    for version in range(first, last + 1):
+        node.ledger.revise(register.index, version, 0)
+    lost = node.ledger.totals().lost.get(BRANCH, 0) - before
+    node.note(
+        f"fragment {register.index}: another lineage has more merged tokens; "
+        f"{last - first + 1} of our versions and {lost} tokens are lost"
+    )
+
+
+def _settle(node: NodeState, register: Register, version: int, otherwise: str) -> None:
+    record = register.chain.record(version) if register.chain else None
+    offer, register.offer = register.offer, None
+    offered = offer.tokens if offer and offer.round.version == version else 0
+    refusal = record.refusal_of(node.me) if record else None
+    node.ledger.settle(
+        register.index,
+        version,
+        merged=record.tokens_of(node.me) if record else 0,
+        offered=offered if record else 0,
+        kind="rejected" if offered and record else "lost",
+        reason=(refusal or NOT_IN_TIME) if offered and record else otherwise,
+    )
+    if offer and (not record or offer.round.version > version):
+        node.do(DropContribution(register.index))

@@ -1,0 +1,65 @@
+"""Who synchronizes: a weighted rendezvous order per term, and which of its candidates acts.
+
+A term is a lease of `term_merges` versions of a fragment, so it follows from the fragment's version
+and needs no agreement. The order of a term is the same on every node with the same view; nodes with
+different views reach different orders only until gossip converges, and fencing and lineage make
+that harmless (DESIGN 4). Weighted rendezvous hashing: Schindelhauer and Schomaker 2005, the
+logarithmic method; weights are powers of two of the uplink, so that measuring noise does not
+reshuffle.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+
+from p2pdiloco.protocol.naming import PeerId
+
+SHARE_MEMBERS = 8
+"""One more synchronizer works beside the others for every so many members, so that no home uplink
+carries a large swarm.
+"""
+
+
+def term_of(version: int, term_merges: int) -> int:
+    """The term under which `version` is made."""
+    return (version - 1) // term_merges
+
+
+def order(run_id: str, term: int, members: Iterable[tuple[PeerId, float]]) -> tuple[PeerId, ...]:
+    """`members` are (peer, uplink in MB/s). Deterministic in the set of its arguments."""
+    return _order(run_id, term, tuple(sorted((peer, _weight(uplink)) for peer, uplink in members)))
+
+
+@lru_cache(maxsize=4096)
+def _order(run_id: str, term: int, members: tuple[tuple[PeerId, float], ...]) -> tuple[PeerId, ...]:
+    ranked = sorted(members, key=lambda m: (-_score(run_id, term, *m), m[0]))
+    return tuple(peer for peer, _ in ranked)
+
+
+def _weight(uplink_mb_s: float) -> float:
+    if uplink_mb_s <= 0:
+        return 1.0
+    return float(2.0 ** min(max(round(math.log2(uplink_mb_s)), -4), 4))
+
+
+def _score(run_id: str, term: int, peer: PeerId, weight: float) -> float:
+    digest = hashlib.blake2b(f"{run_id}/{term}/{peer}".encode(), digest_size=8).digest()
+    uniform = (int.from_bytes(digest, "big") + 0.5) / 2.0**64
+    return -weight / math.log(uniform)
+
+
+def candidate(candidates: Sequence[PeerId], fragment: int, attempt: int) -> PeerId:
+    """Fragments are shared out over the first candidates; attempt k moves on by k places."""
+    share = 1 + len(candidates) // SHARE_MEMBERS
+    return candidates[(fragment % share + attempt) % len(candidates)]
+
+
+def first_attempt(
+    candidates: Sequence[PeerId], fragment: int, at_least: int, alive: Callable[[PeerId], bool]
+) -> int:
+    """The first attempt from `at_least` on whose candidate is alive; `at_least` if none is."""
+    for attempt in range(at_least, at_least + len(candidates)):
+        if alive(candidate(candidates, fragment, attempt)):
+            return attempt
+    return at_least

@@ -1,0 +1,217 @@
+"""The node as replica: it learns of newer versions, asks for their records, and catches up.
+
+One mechanism serves the next merge, a joiner, a sleeper, the losing side of a partition and a
+replica that diverged. Per fragment at most one question and one catch-up are under way; a failure
+waits before the next try.
+"""
+
+from p2pdiloco.errors import PeerError
+from p2pdiloco.protocol import contributor, events
+from p2pdiloco.protocol.actions import CatchUp, FetchRecords, InstallFragment
+from p2pdiloco.protocol.lineage import RECORDS_KEPT, Record, Verdict, check_links, check_record
+from p2pdiloco.protocol.membership import ALL_TO_ALL_MAX
+from p2pdiloco.protocol.naming import PeerId
+from p2pdiloco.protocol.register import Pursuit, Register
+from p2pdiloco.protocol.state import NodeState
+from p2pdiloco.protocol.synchronizer import Synchronizer, remember
+from p2pdiloco.protocol.transfer import adopted_chain, plan_catch_up
+from p2pdiloco.protocol.wire import Committed, Heartbeat
+
+PURSUITS_MAX = 4
+"""Fragments that are caught up at once, and questions open at once: memory and downlink of a joiner
+stay bounded.
+"""
+DONORS_MAX = 8
+RETRY_S = 0.5
+"""Pause after a failed catch-up, doubled with each failure in a row up to `RETRY_MAX_S`."""
+RETRY_MAX_S = 15.0
+
+
+class Follower:
+    def __init__(self, node: NodeState, synchronizer: Synchronizer):
+        self.node = node
+        self.synchronizer = synchronizer
+
+    # ---------------------------------------------------------------- learning of newer versions
+
+    def committed(self, sender: PeerId, record: Record) -> None:
+        """A record came in: the next one is followed at once, anything else heavier is looked
+        into.
+        """
+        node, register = self.node, self.node.registers[record.fragment]
+        check_record(record, node.config.run_id, node.signer)
+        register.newest_seen = max(register.newest_seen, record.version)
+        if register.chain is None:
+            self.ask(register, sender)
+            return
+        verdict = register.chain.judge(record)
+        match verdict:
+            case Verdict.KNOWN:
+                return
+            case Verdict.EXTENDS:
+                self._extend(register, sender, record)
+            case Verdict.LIGHTER:
+                node.refusals["a record of an older version or a lighter lineage"] += 1
+                node.tell_head(sender, register)
+            case Verdict.AHEAD | Verdict.HEAVIER:
+                self.ask(register, sender)
+
+    def _extend(self, register: Register, sender: PeerId, record: Record) -> None:
+        chain = register.chain
+        assert chain
+        if register.pursuit:
+            return
+        before = chain.head.tokens_total if chain.head else 0
+        if record.tokens_total != before + record.tokens:
+            raise PeerError(f"tokens_total of {record.version} does not add up")
+        self.synchronizer.give_up(register, f"{record.synchronizer[-8:]} committed it first")
+        self._forward(sender, record)
+        self._pursue(register, None, (record,), sender)
+
+    def _forward(self, sender: PeerId, record: Record) -> None:
+        """In a swarm too large for the synchronizer to tell everybody, news spreads by gossip."""
+        node = self.node
+        if len(node.membership.alive(node.now)) <= ALL_TO_ALL_MAX:
+            return
+        for peer in node.membership.audience(node.now, node.rng):
+            if peer not in (sender, record.synchronizer):
+                node.send(peer, Committed(record))
+
+    def heartbeat(self, sender: PeerId, heartbeat: Heartbeat) -> None:
+        for register, head in zip(self.node.registers, heartbeat.heads, strict=True):
+            register.newest_seen = max(register.newest_seen, head.version)
+            if head.version >= 0 and self._better(register, head.weight):
+                self.ask(register, sender)
+
+    @staticmethod
+    def _better(register: Register, weight: tuple[int, int]) -> bool:
+        return register.chain is None or weight > register.chain.weight or register.distrusted
+
+    # ---------------------------------------------------------------- asking and planning
+
+    def ask(self, register: Register, peer: PeerId) -> None:
+        node = self.node
+        under_way = sum(r.busy for r in node.registers)
+        if register.busy or under_way >= PURSUITS_MAX or node.now < register.retry_at or node.gone:
+            return
+        if not node.cooled_down(peer):
+            return
+        after = max(0, register.version - RECORDS_KEPT) if register.distrusted else register.version
+        register.asked = peer
+        node.do(FetchRecords(peer, register.index, max(0, after)))
+
+    def records_fetched(self, event: events.RecordsFetched) -> None:
+        node, register = self.node, self.node.registers[event.fragment]
+        if register.asked != event.peer:
+            return
+        register.asked = None
+        try:
+            check_links(
+                event.records,
+                register.index,
+                lambda record: check_record(record, node.config.run_id, node.signer),
+            )
+            plan = plan_catch_up(
+                None if register.distrusted else register.chain,
+                event.records,
+                event.snapshots,
+                node.config.genesis_digests[register.index],
+                register.index,
+            )
+        except PeerError as error:
+            self._failed(register, str(error))
+            return
+        if plan:
+            self._pursue(register, plan[0], plan[1], event.peer, event.records)
+
+    def records_failed(self, event: events.RecordsFailed) -> None:
+        register = self.node.registers[event.fragment]
+        if register.asked == event.peer:
+            register.asked = None
+            self._failed(register, f"{event.peer[-8:]} did not give its records: {event.reason}")
+
+    def _pursue(
+        self,
+        register: Register,
+        snapshot: events.SnapshotInfo | None,
+        records: tuple[Record, ...],
+        source: PeerId,
+        lineage: tuple[Record, ...] | None = None,
+    ) -> None:
+        target = records[-1] if records else None
+        catch_up = CatchUp(
+            register.index, snapshot, records, self._donors(register, source, target)
+        )
+        register.pursuit = Pursuit(catch_up, records if lineage is None else lineage)
+        self.synchronizer.give_up(register, "a newer version is being fetched")
+        self.node.do(catch_up)
+
+    def _donors(
+        self, register: Register, source: PeerId, target: Record | None
+    ) -> tuple[PeerId, ...]:
+        """Who should have the bytes, best first: the one who told us, the synchronizer, then all
+        that stand there.
+        """
+        node, p = self.node, register.index
+        version = target.version if target else 0
+        holders = [
+            m.peer for m, h in node.membership.ready(node.now) if h.heads[p].version >= version
+        ]
+        first = [source, *([target.synchronizer] if target else [])]
+        donors = dict.fromkeys([*first, *holders, *node.config.genesis_donors])
+        return tuple(d for d in donors if d != node.me)[:DONORS_MAX]
+
+    # ---------------------------------------------------------------- getting there
+
+    def state_reached(self, event: events.StateReached) -> None:
+        node, register = self.node, self.node.registers[event.fragment]
+        pursuit = register.pursuit
+        assert pursuit, f"fragment {event.fragment} was not being caught up"
+        if event.record is None:
+            self._adopt(register, pursuit, event.version)
+        else:
+            assert register.chain
+            register.chain.append(event.record)
+            node.merges += 1
+            contributor.version_reached(node, register)
+            remember(node, event.record, "merged", event.record.reason, None)
+        register.failures = 0
+        if event.version == pursuit.target:
+            register.pursuit = None
+            register.due_since = None
+            self.install(register)
+
+    def _adopt(self, register: Register, pursuit: Pursuit, version: int) -> None:
+        """A snapshot was loaded: the chain is now that of the donor up to there."""
+        node, before = self.node, register.chain
+        genesis = node.config.genesis_digests[register.index]
+        register.chain = adopted_chain(before, pursuit.lineage, version, genesis)
+        register.fence = (0, 0)
+        register.distrusted = False
+        if before:
+            common = before.common_version(pursuit.lineage)
+            first = before.base + 1 if common is None else common + 1
+            if first <= before.version:
+                contributor.branch_lost(node, register, first, before.version)
+        contributor.lineage_changed(node, register)
+        contributor.version_reached(node, register)
+
+    def install(self, register: Register) -> None:
+        if self.node.learner_alive:
+            self.node.do(InstallFragment(register.index, register.version))
+
+    def catch_up_failed(self, event: events.CatchUpFailed) -> None:
+        node, register = self.node, self.node.registers[event.fragment]
+        register.pursuit = None
+        if event.diverged:
+            register.distrusted = True
+            node.refusals["this node's own state had diverged"] += 1
+        self._failed(register, event.reason)
+        if register.chain and register.installed != register.version and not event.diverged:
+            self.install(register)
+
+    def _failed(self, register: Register, reason: str) -> None:
+        register.failures += 1
+        pause_s = min(RETRY_S * 2.0 ** (register.failures - 1), RETRY_MAX_S)
+        register.retry_at = self.node.now + pause_s
+        self.node.note(f"fragment {register.index}: {reason}; next try in {pause_s:.1f} s")

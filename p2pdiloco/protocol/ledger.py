@@ -1,0 +1,171 @@
+"""The token ledger of one node: every token it ever processed has exactly one fate per fragment.
+
+    processed = merged + pending + rejected + lost
+
+Fragments are independent registers, so a token counts once for each fragment ("token-fragments"):
+it can be merged into one and lost from another. Tokens trained on version v of a fragment are
+*pending* until the fragment is overwritten or the learner dies; then they are settled under the
+version v + 1 that they could have become part of. What the record of v + 1 on this node's lineage
+says of this node is merged; the rest has a reason. When the lineage changes, the settlement is
+revised.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from p2pdiloco.protocol.lineage import RECORDS_KEPT
+
+OVERLAP = "trained between snapshot and receipt, then overwritten"
+NOT_ASKED = "not in any round before the fragment was overwritten"
+BRANCH = "merged on a lineage that lost"
+
+
+@dataclass(slots=True)
+class Settlement:
+    """Fates of the tokens that this node trained on version `version - 1`."""
+
+    tokens: int = 0
+    merged: int = 0
+    fates: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """("rejected" | "lost", reason) -> tokens; with `merged` they sum to `tokens`."""
+
+    def add(self, tokens: int, merged: int, offered: int, kind: str, reason: str) -> None:
+        """`offered` tokens were ready in a round; those not merged are `kind` for `reason`, the
+        rest overlapped.
+        """
+        offered = min(max(offered, merged), tokens)
+        self.tokens += tokens
+        self.merged += merged
+        self._put(kind, reason, offered - merged)
+        self._put("lost", OVERLAP if offered else reason, tokens - offered)
+
+    def revise(self, merged: int) -> int:
+        """Sets what the lineage says was merged; returns by how many tokens `tokens` had to grow
+        for that.
+
+        It grows only when the node died after it contributed and before its ledger was saved.
+        """
+        grown = max(0, merged - self.tokens)
+        self.tokens += grown
+        change = merged - self.merged - grown
+        self.merged = merged
+        if change < 0:
+            self._put("lost", BRANCH, -change)
+        for fate in sorted(self.fates, key=lambda fate: (fate != ("lost", BRANCH), fate)):
+            taken = min(max(change, 0), self.fates[fate])
+            self.fates[fate] -= taken
+            change -= taken
+        self.fates += Counter()
+        return grown
+
+    def _put(self, kind: str, reason: str, tokens: int) -> None:
+        if tokens:
+            self.fates[kind, reason] += tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Token-fragments; `rejected` and `lost` by reason."""
+
+    processed: int
+    merged: int
+    pending: int
+    rejected: Mapping[str, int]
+    lost: Mapping[str, int]
+
+    @property
+    def adds_up(self) -> bool:
+        fates = sum(self.rejected.values()) + sum(self.lost.values())
+        return self.processed == self.merged + self.pending + fates
+
+
+class Ledger:
+    """Sums over all fragments, and the newest `RECORDS_KEPT` settlements of each, which can still
+    be revised.
+    """
+
+    def __init__(self, num_fragments: int):
+        self.pending = [0] * num_fragments
+        self._processed = 0
+        self._recent: list[dict[int, Settlement]] = [{} for _ in range(num_fragments)]
+        self._old = Settlement()
+
+    def step(self, fragment: int, tokens: int) -> None:
+        self.pending[fragment] += tokens
+        self._processed += tokens
+
+    def settle(
+        self, fragment: int, version: int, *, merged: int, offered: int, kind: str, reason: str
+    ) -> None:
+        """Everything pending was trained on `version - 1` and is pending no more."""
+        tokens, self.pending[fragment] = self.pending[fragment], 0
+        settlement = self._recent[fragment].setdefault(version, Settlement())
+        already = settlement.merged
+        settlement.add(tokens, min(max(merged - already, 0), tokens), offered, kind, reason)
+        self._processed += settlement.revise(merged)
+        self._forget(fragment)
+
+    def revise(self, fragment: int, version: int, merged: int) -> None:
+        """The lineage says now that `merged` of our tokens are in this version; no-op if none were
+        settled for it.
+        """
+        settlement = self._recent[fragment].get(version)
+        if settlement and merged != settlement.merged:
+            self._processed += settlement.revise(merged)
+
+    def totals(self) -> Totals:
+        fates = Counter(self._old.fates)
+        merged = self._old.merged
+        for recent in self._recent:
+            for settlement in recent.values():
+                fates.update(settlement.fates)
+                merged += settlement.merged
+        split: dict[str, dict[str, int]] = {"rejected": {}, "lost": {}}
+        for (kind, reason), tokens in sorted(fates.items()):
+            split[kind][reason] = tokens
+        return Totals(self._processed, merged, sum(self.pending), split["rejected"], split["lost"])
+
+    def _forget(self, fragment: int) -> None:
+        recent = self._recent[fragment]
+        while len(recent) > RECORDS_KEPT:
+            old = recent.pop(min(recent))
+            self._old.tokens += old.tokens
+            self._old.merged += old.merged
+            self._old.fates.update(old.fates)
+
+    def save(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "processed": self._processed,
+            "pending": list(self.pending),
+            "old": _saved(self._old),
+            "recent": [
+                {str(version): _saved(s) for version, s in recent.items()}
+                for recent in self._recent
+            ],
+        }
+
+    @classmethod
+    def load(cls, saved: Mapping[str, Any]) -> "Ledger":
+        """What `save` returned. Raises KeyError, TypeError or ValueError for anything else."""
+        ledger = cls(len(saved["pending"]))
+        ledger._processed = int(saved["processed"])
+        ledger.pending = [int(tokens) for tokens in saved["pending"]]
+        ledger._old = _loaded(saved["old"])
+        ledger._recent = [
+            {int(version): _loaded(s) for version, s in recent.items()}
+            for recent in saved["recent"]
+        ]
+        return ledger
+
+
+def _saved(settlement: Settlement) -> dict[str, Any]:
+    fates = [[kind, reason, tokens] for (kind, reason), tokens in settlement.fates.items()]
+    return {"tokens": settlement.tokens, "merged": settlement.merged, "fates": fates}
+
+
+def _loaded(saved: Mapping[str, Any]) -> Settlement:
+    fates = Counter({(str(kind), str(reason)): int(n) for kind, reason, n in saved["fates"]})
+    return Settlement(int(saved["tokens"]), int(saved["merged"]), fates)

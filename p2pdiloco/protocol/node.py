@@ -1,0 +1,354 @@
+"""The node: one state machine from events to actions.
+
+    actions = node.handle(event, now)      # and again at node.deadline, with Woke
+
+`now` is a monotonic time in seconds. What a node does as contributor, as synchronizer and as
+replica is in `contributor.py`, `synchronizer.py` and `follower.py`, over the state they share
+(`state.py`); this file hands events to them and keeps heartbeats going. Nothing here waits: every
+wait is a deadline or an event still to come.
+"""
+
+import random
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, assert_never
+
+from p2pdiloco.errors import PeerError
+from p2pdiloco.protocol import contributor, events
+from p2pdiloco.protocol.actions import Action
+from p2pdiloco.protocol.follower import Follower
+from p2pdiloco.protocol.ledger import Ledger
+from p2pdiloco.protocol.lineage import Chain, Record, Signer
+from p2pdiloco.protocol.membership import HEARTBEAT_S, Membership
+from p2pdiloco.protocol.naming import PeerId
+from p2pdiloco.protocol.pacing import steps_due
+from p2pdiloco.protocol.register import Register
+from p2pdiloco.protocol.state import Condition, NodeConfig, NodeState
+from p2pdiloco.protocol.synchronizer import Synchronizer
+from p2pdiloco.protocol.wire import (
+    PROTOCOL_VERSION,
+    Committed,
+    ContributionReady,
+    Head,
+    Heartbeat,
+    Left,
+    Message,
+    RoundDeclined,
+    RoundOpened,
+)
+
+EVENTS_KEPT = 1000
+"""The newest events, for the page and for replay in a test."""
+JOIN_PATIENCE_S = 5.0
+"""A node without state that was told of members waits so long for their heartbeats before it takes
+the genesis weights.
+"""
+EMPTY_DIGEST = "0" * 64
+STOPPED = "the node was stopped before they were merged"
+
+
+class Node:
+    """`chains` and `saved` are what an earlier life of this node left on disk, if anything."""
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        signer: Signer,
+        rng: random.Random,
+        now: float,
+        chains: Sequence[Chain | None] = (),
+        saved: Mapping[str, Any] | None = None,
+    ):
+        num = len(config.genesis_digests)
+        held = list(chains) or [None] * num
+        registers = [Register(p, chain) for p, chain in enumerate(held)]
+        self.state = NodeState(
+            config, signer, rng, now, registers, Membership(config.me), Ledger(num)
+        )
+        self.synchronizer = Synchronizer(self.state)
+        self.follower = Follower(self.state, self.synchronizer)
+        self.history: deque[tuple[float, events.Event]] = deque(maxlen=EVENTS_KEPT)
+        self._sequence = 0
+        self._next_heartbeat = now
+        self._genesis_at: float | None = None
+        if saved:
+            self._resume_ledger(saved)
+
+    # ---------------------------------------------------------------- the one entry
+
+    def handle(self, event: events.Event, now: float) -> list[Action]:
+        """Takes in one event; returns what is to be done, in order."""
+        state = self.state
+        assert now >= state.now, f"time went back by {state.now - now} s"
+        state.now = now
+        self.history.append((now, event))
+        if not state.gone:
+            self._dispatch(event)
+            self._look_around()
+        actions, state.out = state.out, []
+        return actions
+
+    @property
+    def deadline(self) -> float | None:
+        """When to call `handle` with Woke if nothing happens before; None after leaving."""
+        if self.state.gone:
+            return None
+        rounds = (r.round.deadline for r in self.state.registers if r.round)
+        return min([self._next_heartbeat, *(d for d in rounds if d is not None)])
+
+    @property
+    def condition(self) -> Condition:
+        state = self.state
+        if state.gone:
+            return Condition.LEFT
+        if not all(r.chain for r in state.registers):
+            return Condition.FETCHING
+        if state.settling:
+            return Condition.SETTLED
+        alone = not state.membership.ready(state.now)
+        return Condition.ISOLATED if alone else Condition.TRAINING
+
+    @property
+    def is_settled(self) -> bool:
+        """Settling was asked for, and no newer version is known of or on its way."""
+        return self.state.settling and all(
+            not r.busy and r.newest_seen <= r.version for r in self.state.registers
+        )
+
+    def save(self) -> dict[str, Any]:
+        """What a later life needs to keep the ledger exact, as plain data."""
+        installed = [r.installed for r in self.state.registers]
+        return {"ledger": self.state.ledger.save(), "installed": installed}
+
+    def records_after(self, fragment: int, version: int) -> tuple[Record, ...]:
+        """What a donor answers to FetchRecords, ascending."""
+        chain = self.state.registers[fragment].chain
+        return tuple(r for r in chain.records if r.version > version) if chain else ()
+
+    def _resume_ledger(self, saved: Mapping[str, Any]) -> None:
+        ledger = self.state.ledger = Ledger.load(saved["ledger"])
+        for register, installed in zip(self.state.registers, saved["installed"], strict=True):
+            p = register.index
+            if installed is not None:
+                ledger.settle(p, installed + 1, merged=0, offered=0, kind="lost", reason=STOPPED)
+            for record in register.chain.records if register.chain else ():
+                ledger.revise(p, record.version, record.tokens_of(self.state.me))
+
+    # ---------------------------------------------------------------- events
+
+    def _dispatch(self, event: events.Event) -> None:  # noqa: C901 (one case for each event)
+        state, synchronizer, follower = self.state, self.synchronizer, self.follower
+        match event:
+            case events.Woke():
+                pass
+            case events.MessageArrived(sender, message):
+                self._message(sender, message)
+            case events.PeersFound(peers):
+                self._peers_found(peers)
+            case events.StepsDone():
+                self._steps_done(event)
+            case events.LearnerStarted():
+                contributor.learner_started(state)
+            case events.LearnerStopped(reason):
+                contributor.learner_stopped(state, reason)
+            case events.FragmentInstalled():
+                contributor.installed(state, event)
+            case events.ContributionPrepared():
+                self._contribution_prepared(event)
+            case events.ContributionFailed():
+                contributor.failed(state, event)
+            case events.ContributionPulled():
+                synchronizer.pulled(event)
+            case events.PullFailed():
+                synchronizer.pull_failed(event)
+            case events.RoundMerged():
+                self._round_merged(event)
+            case events.MergeFailed(round_id, reason):
+                register = state.registers[round_id.fragment]
+                if register.round and register.round.id == round_id:
+                    synchronizer.give_up(register, reason)
+            case events.RecordsFetched():
+                follower.records_fetched(event)
+            case events.RecordsFailed():
+                follower.records_failed(event)
+            case events.StateReached():
+                follower.state_reached(event)
+            case events.CatchUpFailed():
+                follower.catch_up_failed(event)
+            case events.SettleAsked():
+                state.settling = True
+                self._heartbeat()
+            case events.LeaveAsked():
+                self._leave()
+            case _:
+                assert_never(event)
+
+    def _message(self, sender: PeerId, message: Message) -> None:
+        """A message that breaks the protocol is refused and counted; it never raises."""
+        try:
+            self._take(sender, message)
+        except PeerError as error:
+            self.state.refuse(str(error), sender)
+
+    def _take(self, sender: PeerId, message: Message) -> None:
+        num = len(self.state.registers)
+        match message:
+            case Heartbeat():
+                self._take_heartbeat(sender, message)
+            case Committed(record):
+                _check_fragment(record.fragment, num)
+                self.follower.committed(sender, record)
+            case RoundOpened():
+                _check_fragment(message.round.fragment, num)
+                contributor.round_opened(self.state, sender, message)
+            case ContributionReady():
+                _check_fragment(message.round.fragment, num)
+                self.synchronizer.report(sender, message)
+            case RoundDeclined():
+                _check_fragment(message.round.fragment, num)
+                self.synchronizer.declined(sender, message)
+            case Left():
+                self.state.membership.left(sender)
+            case _:
+                assert_never(message)
+
+    def _take_heartbeat(self, sender: PeerId, heartbeat: Heartbeat) -> None:
+        num = len(self.state.registers)
+        if heartbeat.run_id != self.state.config.run_id:
+            raise PeerError(f"it takes part in another run, {heartbeat.run_id[:12]}")
+        if heartbeat.protocol_version != PROTOCOL_VERSION:
+            raise PeerError(
+                f"it speaks protocol {heartbeat.protocol_version}, this node {PROTOCOL_VERSION}; "
+                f"update the older one"
+            )
+        if len(heartbeat.heads) != num or len(heartbeat.local_steps) != num:
+            raise PeerError(f"a heartbeat of {len(heartbeat.heads)} fragments, the run has {num}")
+        if self.state.membership.heard(sender, heartbeat, self.state.now):
+            self.follower.heartbeat(sender, heartbeat)
+
+    def _peers_found(self, peers: Sequence[PeerId]) -> None:
+        new = [p for p in peers if p != self.state.me]
+        for peer in new:
+            self.state.membership.meet(peer, self.state.now)
+        if self._genesis_at is None:
+            self._genesis_at = self.state.now + (JOIN_PATIENCE_S if new else 0.0)
+            self._heartbeat()
+
+    def _steps_done(self, event: events.StepsDone) -> None:
+        state = self.state
+        before = [r.steps for r in state.registers]
+        contributor.steps_done(state, event)
+        state.step_s = event.step_s
+        state.tokens_per_s = event.tokens / (event.steps * event.step_s) if event.step_s else 0.0
+        for register, steps in zip(state.registers, before, strict=True):
+            due = steps_due(state.config.times, register.index, register.version)
+            if steps < due <= register.steps:
+                self._tell_due(register)
+
+    def _tell_due(self, register: Register) -> None:
+        """The synchronizer should not learn a second late that we have done H steps."""
+        synchronizer = self.state.post(register)[0]
+        if synchronizer and synchronizer != self.state.me:
+            self.state.send(synchronizer, self._my_heartbeat())
+
+    def _contribution_prepared(self, event: events.ContributionPrepared) -> None:
+        report = contributor.prepared(self.state, event)
+        if not report:
+            return
+        offer = self.state.registers[event.round.fragment].offer
+        assert offer
+        if offer.synchronizer == self.state.me:
+            self.synchronizer.report(self.state.me, report)
+        else:
+            self.state.send(offer.synchronizer, report)
+
+    def _round_merged(self, event: events.RoundMerged) -> None:
+        register = self.state.registers[event.round.fragment]
+        before = register.version
+        self.synchronizer.merged(event)
+        if register.version > before:
+            self.state.merges += 1
+            contributor.version_reached(self.state, register)
+            self.follower.install(register)
+
+    def _leave(self) -> None:
+        state = self.state
+        for register in state.registers:
+            self.synchronizer.give_up(register, "this node leaves")
+        for member in state.membership.alive(state.now):
+            state.send(member.peer, Left())
+        state.gone = True
+
+    # ---------------------------------------------------------------- time
+
+    def _look_around(self) -> None:
+        state = self.state
+        if state.gone:
+            return
+        if state.now >= self._next_heartbeat:
+            self._heartbeat()
+            state.membership.forget(state.now)
+            self._start_from_genesis()
+        self.synchronizer.look_around()
+
+    def _start_from_genesis(self) -> None:
+        """Nobody who is here has anything newer: take version 0 from those who made it."""
+        state = self.state
+        if (
+            self._genesis_at is None
+            or state.now < self._genesis_at
+            or not state.config.genesis_donors
+        ):
+            return
+        for register in state.registers:
+            if register.chain is None and not self._somebody_has(register):
+                donors = state.config.genesis_donors
+                self.follower.ask(register, donors[register.failures % len(donors)])
+
+    def _somebody_has(self, register: Register) -> bool:
+        alive = self.state.membership.alive(self.state.now)
+        return any(m.heartbeat and m.heartbeat.heads[register.index].version >= 0 for m in alive)
+
+    def _heartbeat(self) -> None:
+        state = self.state
+        self._next_heartbeat = state.now + HEARTBEAT_S
+        message = self._my_heartbeat()
+        for peer in dict.fromkeys(
+            [*state.membership.audience(state.now, state.rng), *self._posts()]
+        ):
+            state.send(peer, message)
+
+    def _posts(self) -> list[PeerId]:
+        """The synchronizers of the next rounds: they need everybody's counters."""
+        posts = {self.state.post(r)[0] for r in self.state.registers if r.chain}
+        return sorted(p for p in posts if p and p != self.state.me)
+
+    def _my_heartbeat(self) -> Heartbeat:
+        state = self.state
+        self._sequence += 1
+        return Heartbeat(
+            run_id=state.config.run_id,
+            protocol_version=PROTOCOL_VERSION,
+            incarnation=state.config.incarnation,
+            sequence=self._sequence,
+            name=state.config.name[:64],
+            ready=state.ready,
+            uplink_mb_s=state.uplink_mb_s,
+            step_s=state.step_s,
+            tokens_per_s=state.tokens_per_s,
+            local_steps=tuple(state.local_steps(r) for r in state.registers),
+            heads=tuple(_head(r) for r in state.registers),
+            sightings=state.membership.sightings(state.now, state.rng),
+        )
+
+
+def _head(register: Register) -> Head:
+    chain = register.chain
+    if chain is None or register.distrusted:
+        return Head(-1, EMPTY_DIGEST, 0)
+    return Head(chain.version, chain.digest, chain.head.tokens_total if chain.head else 0)
+
+
+def _check_fragment(fragment: int, num_fragments: int) -> None:
+    if fragment >= num_fragments:
+        raise PeerError(f"fragment {fragment}; the run has {num_fragments}")

@@ -1,0 +1,81 @@
+"""When the next round of a fragment is due, and how long it may wait.
+
+Self-clocking: a period is H inner steps of the *median* ready learner, counted per fragment since
+its last receipt, so slow learners do not hold the swarm and fast ones do not empty it. The first
+rounds are staggered, fragment p at step (p + 1) H / P, and a launch floor keeps them apart
+afterwards (Decoupled DiLoCo 1.2 and 1.4, where t_p spreads fragments over the period).
+"""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+FLOOR_SHARE = 0.5
+"""Launches may come twice as fast as H steps / P, to catch up after a pause, not faster."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncTimes:
+    """The symbols of Decoupled DiLoCo: H, P, tau, K, gamma."""
+
+    inner_steps: int
+    num_fragments: int
+    overlap_steps: int
+    quorum: int
+    grace_factor: float
+
+
+@dataclass
+class Average:
+    """Exponential moving average with weight 0.5, seeded with the first sample (1.3); None before
+    it.
+    """
+
+    value: float | None = None
+
+    def add(self, sample: float) -> None:
+        self.value = sample if self.value is None else 0.5 * (self.value + sample)
+
+
+@dataclass
+class Clocks:
+    """xi_quorum and xi_sync, in seconds, as this synchronizer has seen them."""
+
+    quorum_s: Average = field(default_factory=Average)
+    sync_s: Average = field(default_factory=Average)
+
+
+def steps_due(times: SyncTimes, fragment: int, version: int) -> int:
+    """Inner steps since receipt of `version` after which the next version is due."""
+    if version > 0:
+        return times.inner_steps
+    return max(1, (fragment + 1) * times.inner_steps // times.num_fragments)
+
+
+def is_due(times: SyncTimes, fragment: int, version: int, steps: Sequence[int]) -> bool:
+    """`steps` since receipt of this version, of every ready learner (0 for one that has not
+    received it).
+    """
+    return statistics.median_low(steps) >= steps_due(times, fragment, version) if steps else False
+
+
+def launch_floor_s(times: SyncTimes, step_s: float, num_owned: int) -> float:
+    """Least time between two launches of a synchronizer that owns `num_owned` of the fragments."""
+    return FLOOR_SHARE * times.inner_steps * step_s / max(1, num_owned)
+
+
+GRACE_UNKNOWN_S = 1.0
+"""Grace before xi_sync was ever measured, at most; the hard cap of [C]."""
+
+
+def grace_s(times: SyncTimes, step_s: float, quorum_s: float, sync_s: float | None) -> float:
+    """Eq. 3: gamma * (tau xi_step - xi_quorum - xi_sync), at least 0. `quorum_s` is this round's or
+    its average.
+
+    Ours differs in xi_step: the median ready learner's, where others take the slowest, since
+    periods are counted in median steps and a laptop that needs a minute for a step must not hold a
+    GPU's merges for a minute.
+    """
+    slack = times.overlap_steps * step_s - quorum_s - (sync_s or 0.0)
+    grace = times.grace_factor * max(0.0, slack)
+    return min(grace, GRACE_UNKNOWN_S) if sync_s is None else grace

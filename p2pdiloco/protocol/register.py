@@ -1,0 +1,68 @@
+"""What a node knows of one fragment. Fragments are independent registers: nothing here looks at
+another fragment.
+"""
+
+from dataclasses import dataclass
+
+from p2pdiloco.protocol.actions import CatchUp
+from p2pdiloco.protocol.lineage import Chain, Record
+from p2pdiloco.protocol.naming import PeerId, RoundId
+from p2pdiloco.protocol.round import Round
+
+
+@dataclass(slots=True)
+class Offer:
+    """Our part in somebody's round. `tokens` is 0 until the outer gradient lies ready."""
+
+    round: RoundId
+    synchronizer: PeerId
+    preparing: bool = False
+    tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Pursuit:
+    """A catch-up under way towards the last of `lineage`."""
+
+    catch_up: CatchUp
+    lineage: tuple[Record, ...]
+
+    @property
+    def target(self) -> int:
+        snapshot = self.catch_up.snapshot
+        return self.lineage[-1].version if self.lineage else (snapshot.version if snapshot else 0)
+
+
+@dataclass(slots=True)
+class Register:
+    """`chain` is None while we hold no state; `installed` is the version that the learner trains
+    on, if any.
+
+    `steps` are inner steps since the learner received `installed`. `fence` is the highest (term,
+    attempt) seen.
+    """
+
+    index: int
+    chain: Chain | None = None
+    installed: int | None = None
+    steps: int = 0
+    fence: tuple[int, int] = (0, 0)
+    offer: Offer | None = None
+    round: Round | None = None
+    pursuit: Pursuit | None = None
+    asked: PeerId | None = None
+    retry_at: float = 0.0
+    failures: int = 0
+    distrusted: bool = False
+    """Our own state led to another digest than a record's: only a snapshot from others mends it."""
+    due_since: float | None = None
+    newest_seen: int = -1
+
+    @property
+    def version(self) -> int:
+        return self.chain.version if self.chain else -1
+
+    @property
+    def busy(self) -> bool:
+        """Whether the replica's state of this fragment is being changed or asked for."""
+        return self.pursuit is not None or self.asked is not None

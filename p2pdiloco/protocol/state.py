@@ -1,0 +1,171 @@
+"""What the roles of a node share: its registers, its view of the others, its ledger, and the
+actions it is collecting.
+"""
+
+import random
+import statistics
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from p2pdiloco.protocol import election
+from p2pdiloco.protocol.actions import Action, Note, Send
+from p2pdiloco.protocol.ledger import Ledger
+from p2pdiloco.protocol.lineage import Signer
+from p2pdiloco.protocol.membership import Membership
+from p2pdiloco.protocol.naming import PeerId
+from p2pdiloco.protocol.pacing import Clocks, SyncTimes
+from p2pdiloco.protocol.register import Register
+from p2pdiloco.protocol.wire import Committed, Message
+
+ROUNDS_KEPT = 20
+"""Ended rounds that the page shows."""
+STRIKE_S = 30.0
+"""A peer whose bytes were wrong is left alone for this long, doubled with each further strike."""
+STRIKE_MAX_S = 3600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeConfig:
+    """`genesis_digests`: state digest of version 0 of each fragment. `incarnation` must grow with
+    each start.
+    """
+
+    run_id: str
+    me: PeerId
+    name: str
+    incarnation: int
+    genesis_digests: tuple[str, ...]
+    genesis_donors: tuple[PeerId, ...]
+    times: SyncTimes
+    term_merges: int
+
+
+class Condition(Enum):
+    """What the node is doing, in one word."""
+
+    FETCHING = "fetching"
+    TRAINING = "training"
+    ISOLATED = "isolated"
+    SETTLED = "settled"
+    LEFT = "left"
+
+
+@dataclass(frozen=True, slots=True)
+class RoundOutcome:
+    """For the page: how a round ended, seen from here. `duration_s` is known to its synchronizer
+    only.
+    """
+
+    fragment: int
+    version: int
+    term: int
+    attempt: int
+    synchronizer: PeerId
+    contributors: tuple[PeerId, ...]
+    outcome: str
+    reason: str
+    at: float
+    duration_s: float | None
+
+
+@dataclass
+class NodeState:
+    """Data, and the few words that every role uses. All times are monotonic seconds."""
+
+    config: NodeConfig
+    signer: Signer
+    rng: random.Random
+    now: float
+    registers: list[Register]
+    membership: Membership
+    ledger: Ledger
+    clocks: Clocks = field(default_factory=Clocks)
+    refusals: Counter[str] = field(default_factory=Counter)
+    rounds: deque[RoundOutcome] = field(default_factory=lambda: deque(maxlen=ROUNDS_KEPT))
+    merges: int = 0
+    step_s: float = 0.0
+    tokens_per_s: float = 0.0
+    uplink_mb_s: float = 0.0
+    learner_alive: bool = False
+    settling: bool = False
+    gone: bool = False
+    strikes: dict[PeerId, tuple[int, float]] = field(default_factory=dict)
+    out: list[Action] = field(default_factory=list)
+
+    @property
+    def me(self) -> PeerId:
+        return self.config.me
+
+    def do(self, *actions: Action) -> None:
+        self.out.extend(actions)
+
+    def send(self, peer: PeerId, message: Message) -> None:
+        assert peer != self.me, message
+        self.do(Send(peer, message))
+
+    def note(self, text: str) -> None:
+        self.do(Note(text))
+
+    def refuse(self, reason: str, peer: PeerId | None = None) -> None:
+        """Counts a refusal; with `peer`, holds it against that peer."""
+        self.refusals[reason] += 1
+        if peer:
+            count = self.strikes.get(peer, (0, 0.0))[0] + 1
+            pause_s = min(STRIKE_S * 2.0 ** (count - 1), STRIKE_MAX_S)
+            self.strikes[peer] = (count, self.now + pause_s)
+            self.note(f"{peer[-8:]} is left alone for {pause_s:.0f} s: {reason}")
+
+    def cooled_down(self, peer: PeerId) -> bool:
+        return self.strikes.get(peer, (0, 0.0))[1] <= self.now
+
+    @property
+    def ready(self) -> bool:
+        """Whether this node holds every fragment and takes part in rounds."""
+        whole = all(r.chain for r in self.registers)
+        return whole and not self.settling and not self.gone
+
+    def is_alive(self, peer: PeerId) -> bool:
+        return self.membership.is_alive(peer, self.now)
+
+    def swarm_step_s(self) -> float:
+        """Inner-step time of the median ready learner, this one included."""
+        steps = [h.step_s for _, h in self.membership.ready(self.now) if h.step_s > 0]
+        if self.step_s > 0:
+            steps.append(self.step_s)
+        return statistics.median_low(steps) if steps else 0.0
+
+    def candidates(self, term: int) -> tuple[PeerId, ...]:
+        known = self.membership.candidates()
+        if self.ready:
+            known.append((self.me, self.uplink_mb_s))
+        return election.order(self.config.run_id, term, known)
+
+    def post(self, register: Register) -> tuple[PeerId | None, int, int]:
+        """(synchronizer, term, attempt) of the next version of a fragment, as seen from here."""
+        term = election.term_of(register.version + 1, self.config.term_merges)
+        order = self.candidates(term)
+        if not order:
+            return None, term, 0
+        seen = register.fence[1] if register.fence[0] == term else 0
+        attempt = election.first_attempt(order, register.index, seen, self.is_alive)
+        return election.candidate(order, register.index, attempt), term, attempt
+
+    def local_steps(self, register: Register) -> int:
+        return register.steps if register.installed == register.version else 0
+
+    def all_steps(self, register: Register) -> Sequence[int]:
+        """Steps since receipt of the newest version, of every ready learner: this one first."""
+        p, version = register.index, register.version
+        others = (
+            h.local_steps[p] if h.heads[p].version == version else 0
+            for _, h in self.membership.ready(self.now)
+        )
+        mine = [self.local_steps(register)] if self.learner_alive else []
+        return [*mine, *others]
+
+    def tell_head(self, peer: PeerId, register: Register) -> None:
+        """Lets a peer that is behind, or on a lighter lineage, know."""
+        if register.chain and register.chain.head and peer != self.me:
+            self.send(peer, Committed(register.chain.head))

@@ -1,0 +1,307 @@
+"""The node as synchronizer: for the fragments whose order it leads it opens rounds, closes them,
+and commits.
+
+It holds no state of its own that another could not make anew: a round that dies with its
+synchronizer is opened again by the next attempt, and contributors still have their tokens.
+"""
+
+from collections.abc import Sequence
+
+from p2pdiloco.protocol import contributor, events, pacing
+from p2pdiloco.protocol.actions import CommitRecord, DropRound, MergeRound, PullContribution
+from p2pdiloco.protocol.lineage import CONTRIBUTORS_MAX, Contributor, Record, Refused
+from p2pdiloco.protocol.naming import PeerId, RoundId
+from p2pdiloco.protocol.register import Register
+from p2pdiloco.protocol.round import GATHER_MIN_S, PULL_MIN_S, Pulled, Round, Stage
+from p2pdiloco.protocol.state import NodeState, RoundOutcome
+from p2pdiloco.protocol.wire import Committed, ContributionReady, RoundDeclined, RoundOpened
+
+IMPATIENT_MIN_S = 20.0
+"""A fragment that is due for so long without a merge moves to the next attempt, although its
+synchronizer lives.
+"""
+
+
+class Synchronizer:
+    """Opens and drives this node's rounds. `explanation` says in a sentence why no round is being
+    opened.
+    """
+
+    def __init__(self, node: NodeState):
+        self.node = node
+        self.last_launch = float("-inf")
+        self.explanation = "not the synchronizer"
+
+    # ---------------------------------------------------------------- when to open
+
+    def look_around(self) -> None:
+        """Called after every event: open what is due, close what has waited long enough, lose
+        patience.
+        """
+        node = self.node
+        if not node.ready:
+            self.explanation = "not taking part at the moment"
+            for register in node.registers:
+                self.give_up(register, "this node no longer takes part")
+            return
+        for register in node.registers:
+            self._lose_patience(register)
+            if register.round:
+                self._look_at(register, register.round)
+        self._open_what_is_due()
+
+    def _lose_patience(self, register: Register) -> None:
+        node, chain = self.node, register.chain
+        assert chain
+        due = pacing.is_due(
+            node.config.times, register.index, chain.version, node.all_steps(register)
+        )
+        if not due or register.busy:
+            register.due_since = None
+            return
+        if register.due_since is None:
+            register.due_since = node.now
+        patience_s = max(IMPATIENT_MIN_S, 2 * node.config.times.inner_steps * node.swarm_step_s())
+        if node.now - register.due_since > patience_s:
+            silent, term, attempt = node.post(register)
+            register.fence = max(register.fence, (term, attempt + 1))
+            register.due_since = node.now
+            if silent:
+                node.note(
+                    f"fragment {register.index} has been due for {patience_s:.0f} s; "
+                    f"{silent[-8:]} is passed over in term {term}"
+                )
+            self.give_up(register, "it took too long")
+
+    def _open_what_is_due(self) -> None:
+        node, times = self.node, self.node.config.times
+        open_rounds = sum(r.round is not None for r in node.registers)
+        owned = [r for r in node.registers if node.post(r)[0] == node.me]
+        if not owned:
+            self.explanation = "not the synchronizer"
+            return
+        if open_rounds >= times.overlap_steps:
+            self.explanation = f"{open_rounds} rounds are open, as many as tau allows"
+            return
+        floor_s = pacing.launch_floor_s(times, node.swarm_step_s(), len(owned))
+        if node.now < self.last_launch + floor_s:
+            self.explanation = f"launches are at least {floor_s:.2f} s apart"
+            return
+        due = [r for r in owned if not r.round and not r.busy and self._is_due(r)]
+        if not due:
+            self.explanation = "no fragment is due yet"
+            return
+        self._open(min(due, key=lambda r: (r.version, r.index)))
+
+    def _is_due(self, register: Register) -> bool:
+        steps = self.node.all_steps(register)
+        return pacing.is_due(self.node.config.times, register.index, register.version, steps)
+
+    def _open(self, register: Register) -> None:
+        node, chain = self.node, register.chain
+        assert chain
+        invited = self._invited(register)
+        if len(invited) < node.config.times.quorum:
+            self.explanation = (
+                f"quorum {node.config.times.quorum} needed, {len(invited)} could contribute"
+            )
+            return
+        _, term, attempt = node.post(register)
+        round_id = RoundId(register.index, chain.version + 1, term, attempt)
+        overlap_s = node.config.times.overlap_steps * node.swarm_step_s()
+        register.round = Round(
+            id=round_id,
+            parent=chain.digest,
+            invited=tuple(invited),
+            quorum=node.config.times.quorum,
+            opened=node.now,
+            gather_deadline=node.now + max(GATHER_MIN_S, 4 * overlap_s),
+        )
+        self.last_launch = node.now
+        message = RoundOpened(round_id, chain.digest)
+        for peer in invited:
+            if peer != node.me:
+                node.send(peer, message)
+        if node.me in invited:
+            contributor.round_opened(node, node.me, message)
+
+    def _invited(self, register: Register) -> Sequence[PeerId]:
+        node, p = self.node, register.index
+        others = [
+            m.peer
+            for m, h in node.membership.ready(node.now)
+            if h.heads[p].version == register.version
+            and h.heads[p].digest == (register.chain.digest if register.chain else "")
+            and node.cooled_down(m.peer)
+        ]
+        mine = [node.me] if node.learner_alive and register.installed is not None else []
+        if len(others) > CONTRIBUTORS_MAX - 1:
+            others = sorted(node.rng.sample(others, CONTRIBUTORS_MAX - 1))
+        return [*mine, *others]
+
+    # ---------------------------------------------------------------- gathering
+
+    def report(self, peer: PeerId, report: ContributionReady) -> None:
+        register = self.node.registers[report.round.fragment]
+        round_ = register.round
+        if not round_ or round_.id != report.round:
+            self.node.refusals["a report for no open round"] += 1
+            return
+        if round_.report(peer, report, self.node.now):
+            quorum_s = self.node.now - round_.opened
+            self.node.clocks.quorum_s.add(quorum_s)
+            round_.grace_until = self.node.now + pacing.grace_s(
+                self.node.config.times,
+                self.node.swarm_step_s(),
+                quorum_s,
+                self.node.clocks.sync_s.value,
+            )
+
+    def declined(self, peer: PeerId, message: RoundDeclined) -> None:
+        round_ = self.node.registers[message.round.fragment].round
+        if round_ and round_.id == message.round:
+            round_.decline(peer, message.reason)
+
+    def _look_at(self, register: Register, round_: Round) -> None:
+        if round_.stage is Stage.GATHERING:
+            for peer in round_.waiting_for:
+                if not self.node.is_alive(peer):
+                    round_.decline(peer, "died or left while the round was open")
+            admitted, round_.reason = round_.decide(self.node.now)
+            if admitted is None:
+                return
+            if not admitted:
+                self.give_up(register, round_.reason)
+                return
+            self._pull(round_, admitted)
+        if round_.stage is Stage.PULLING:
+            self._merge_when_pulled(register, round_)
+
+    # ---------------------------------------------------------------- pulling, merging, committing
+
+    def _pull(self, round_: Round, admitted: Sequence[PeerId]) -> None:
+        usual_s = self.node.clocks.sync_s.value or 0.0
+        round_.close(admitted, round_.reason, self.node.now, max(PULL_MIN_S, 8 * usual_s))
+        for peer in admitted:
+            self.node.do(PullContribution(round_.id, peer))
+
+    def pulled(self, event: events.ContributionPulled) -> None:
+        round_ = self.node.registers[event.round.fragment].round
+        if round_ and round_.id == event.round:
+            report = round_.reports.get(event.peer)
+            if report and (report.tokens, report.steps) != (event.tokens, event.steps):
+                reason = "other counters than it reported"
+                self.node.refuse(reason, event.peer)
+                round_.pull_failed(event.peer, reason)
+            else:
+                round_.pull_done(event.peer, Pulled(event.tokens, event.steps))
+
+    def pull_failed(self, event: events.PullFailed) -> None:
+        if event.hostile:
+            self.node.refuse(event.reason, event.peer)
+        round_ = self.node.registers[event.round.fragment].round
+        if round_ and round_.id == event.round:
+            round_.pull_failed(event.peer, event.reason[:200])
+
+    def _merge_when_pulled(self, register: Register, round_: Round) -> None:
+        open_pulls = round_.pulls_open()
+        if open_pulls and self.node.now < round_.pull_deadline:
+            return
+        for peer in open_pulls:
+            round_.pull_failed(peer, "its outer gradient did not arrive in time")
+        if len(round_.pulled) < max(1, round_.quorum):
+            self.give_up(register, f"{len(round_.pulled)} of {round_.quorum} needed were pulled")
+            return
+        round_.stage = Stage.MERGING
+        self.node.do(MergeRound(round_.id, self._parts(round_)))
+
+    @staticmethod
+    def _parts(round_: Round) -> tuple[Contributor, ...]:
+        return tuple(
+            Contributor(peer, got.tokens, got.steps) for peer, got in sorted(round_.pulled.items())
+        )
+
+    def merged(self, event: events.RoundMerged) -> None:
+        node, register = self.node, self.node.registers[event.round.fragment]
+        round_, chain = register.round, register.chain
+        if not round_ or round_.id != event.round:
+            return
+        assert chain and chain.digest == round_.parent, "a round outlived its base"
+        parts = self._parts(round_)
+        refused = tuple(Refused(p, r) for p, r in sorted(round_.refused.items()))
+        record = Record(
+            run_id=node.config.run_id,
+            fragment=register.index,
+            version=round_.id.version,
+            parent=chain.digest,
+            payload_digest=event.payload_digest,
+            payload_bytes=event.payload_bytes,
+            state_digest=event.state_digest,
+            contributors=parts,
+            refused=refused[:CONTRIBUTORS_MAX],
+            term=round_.id.term,
+            attempt=round_.id.attempt,
+            tokens_total=(chain.head.tokens_total if chain.head else 0)
+            + sum(part.tokens for part in parts),
+            reason=round_.reason[:200],
+            synchronizer=node.me,
+        ).signed(node.signer)
+        register.round = None
+        node.clocks.sync_s.add(node.now - round_.closed)
+        self._commit(register, record, node.now - round_.opened)
+
+    def _commit(self, register: Register, record: Record, duration_s: float) -> None:
+        node = self.node
+        node.do(CommitRecord(record))
+        remember(node, record, "merged", record.reason, duration_s)
+        for peer in node.membership.audience(node.now, node.rng):
+            node.send(peer, Committed(record))
+        assert register.chain
+        register.chain.append(record)
+        register.due_since = None
+
+    def give_up(self, register: Register, reason: str) -> None:
+        round_ = register.round
+        if not round_:
+            return
+        register.round = None
+        self.node.do(DropRound(round_.id))
+        self.node.rounds.append(
+            RoundOutcome(
+                round_.id.fragment,
+                round_.id.version,
+                *round_.id.fence,
+                self.node.me,
+                (),
+                "given up",
+                reason,
+                self.node.now,
+                self.node.now - round_.opened,
+            )
+        )
+        self.node.note(f"{round_.id} is given up: {reason}")
+
+
+def remember(
+    node: NodeState, record: Record, outcome: str, reason: str, duration_s: float | None
+) -> None:
+    """Puts a committed round on the page, and one line into the log."""
+    contributors = tuple(c.peer for c in record.contributors)
+    node.rounds.append(
+        RoundOutcome(
+            record.fragment,
+            record.version,
+            record.term,
+            record.attempt,
+            record.synchronizer,
+            contributors,
+            outcome,
+            reason,
+            node.now,
+            duration_s,
+        )
+    )
+    node.note(
+        f"fragment {record.fragment} v{record.version}: {len(contributors)} merged by "
+        f"{record.synchronizer[-8:]} (term {record.term}.{record.attempt}): {reason}"
+    )

@@ -1,0 +1,138 @@
+"""Control messages between nodes, and their bytes.
+
+One msgpack map per message, at most `MESSAGE_BYTES_MAX`; every field has a type and a bound,
+checked by pydantic on arrival. The sender is not in the message: the transport says who sent it,
+authenticated. Tensor bytes never travel in messages.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import msgpack
+from pydantic import Field, TypeAdapter, ValidationError
+
+from p2pdiloco.errors import PeerError
+from p2pdiloco.protocol.lineage import Record
+from p2pdiloco.protocol.naming import Count, Digest, PeerText, RoundId, Seconds, Sentence
+
+PROTOCOL_VERSION = 1
+MESSAGE_BYTES_MAX = 64 * 1024
+"""A heartbeat of a run with 1,000 fragments and `SIGHTINGS_MAX` sightings fits."""
+SIGHTINGS_MAX = 64
+"""Liveness news that one heartbeat passes on: in a swarm of 1,000 each member is named by some
+heartbeat within seconds.
+"""
+FRAGMENTS_MAX = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The newest version of a fragment that a node holds; version -1 while it holds none."""
+
+    version: Annotated[int, Field(ge=-1, lt=2**53)]
+    digest: Digest
+    tokens_total: Count
+
+    @property
+    def weight(self) -> tuple[int, int]:
+        """Comparable with `Record.weight`."""
+        return self.tokens_total, -int(self.digest, 16) if self.tokens_total else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """`peer` was heard of at its heartbeat number `sequence`; passed on as gossip."""
+
+    peer: PeerText
+    incarnation: Count
+    sequence: Count
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """What a node says about itself every second, and whom it has heard of.
+
+    `incarnation` grows at each restart of the node, `sequence` at each heartbeat. `local_steps` are
+    inner steps per fragment since it last received it: the metadata of Decoupled DiLoCo (1.3).
+    """
+
+    run_id: Annotated[str, Field(max_length=64)]
+    protocol_version: Count
+    incarnation: Count
+    sequence: Count
+    name: Annotated[str, Field(max_length=64)]
+    ready: bool
+    uplink_mb_s: Seconds
+    step_s: Seconds
+    tokens_per_s: Seconds
+    local_steps: Annotated[tuple[Count, ...], Field(max_length=FRAGMENTS_MAX)]
+    heads: Annotated[tuple[Head, ...], Field(max_length=FRAGMENTS_MAX)]
+    sightings: Annotated[tuple[Sighting, ...], Field(max_length=SIGHTINGS_MAX)]
+    kind: Literal["heartbeat"] = "heartbeat"
+
+
+@dataclass(frozen=True, slots=True)
+class RoundOpened:
+    """The synchronizer asks for outer gradients against the version with digest `parent`."""
+
+    round: RoundId
+    parent: Digest
+    kind: Literal["round_opened"] = "round_opened"
+
+
+@dataclass(frozen=True, slots=True)
+class ContributionReady:
+    """A contributor's report: its outer gradient lies ready to be pulled."""
+
+    round: RoundId
+    steps: Annotated[int, Field(ge=1, lt=2**40)]
+    tokens: Annotated[int, Field(ge=1, lt=2**50)]
+    num_bytes: Annotated[int, Field(ge=1, lt=2**40)]
+    step_s: Seconds
+    kind: Literal["contribution_ready"] = "contribution_ready"
+
+
+@dataclass(frozen=True, slots=True)
+class RoundDeclined:
+    """A member will not contribute to this round, and why."""
+
+    round: RoundId
+    reason: Sentence
+    kind: Literal["round_declined"] = "round_declined"
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A merge record, on its way to everybody."""
+
+    record: Record
+    kind: Literal["committed"] = "committed"
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """The sender leaves; nobody need wait for it."""
+
+    kind: Literal["left"] = "left"
+
+
+Message = Heartbeat | RoundOpened | ContributionReady | RoundDeclined | Committed | Left
+_MESSAGE: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="kind")])
+
+
+def pack(message: Message) -> bytes:
+    return bytes(msgpack.packb(_MESSAGE.dump_python(message)))
+
+
+def unpack(data: bytes | memoryview) -> Message:
+    """Raises PeerError for anything that is not exactly one well-formed message."""
+    if len(data) > MESSAGE_BYTES_MAX:
+        raise PeerError(f"a message of {len(data)} bytes; at most {MESSAGE_BYTES_MAX} are read")
+    try:
+        return _MESSAGE.validate_python(msgpack.unpackb(data))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise PeerError(f"a malformed message: {where}: {first['msg']}") from error
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        raise PeerError(f"not a message: {error!r}") from error
