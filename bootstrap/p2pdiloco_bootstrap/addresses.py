@@ -1,0 +1,89 @@
+"""Multiaddrs as text and as the bytes that p2pd takes.
+
+hivemind's own Multiaddr writes the peer id inside an address as a CID, which p2pd refuses in
+`/p2p/RELAY/p2p-circuit` ("length greater than remaining number of bytes"); here it is the raw
+multihash that go-libp2p expects.
+"""
+
+import ipaddress
+import warnings
+from dataclasses import dataclass
+
+from p2pdiloco.errors import UserError
+from p2pdiloco_bootstrap.identity import base58_decode, base58_encode, public_key_of
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # importing hivemind runs deprecated parts of torch
+    from hivemind.utils.multiaddr import Multiaddr
+
+_P2P_CODE = bytes((0xA5, 0x03))
+_CIRCUIT_CODE = bytes((0xA2, 0x02))
+_CIRCUIT = "/p2p-circuit"
+
+
+@dataclass(frozen=True, slots=True)
+class RawMultiaddr:
+    """Encoded here; hivemind only ever calls `to_bytes`."""
+
+    encoded: bytes
+
+    def to_bytes(self) -> bytes:
+        return self.encoded
+
+
+def split_peer(address: str) -> tuple[str, str]:
+    """`/ip4/.../tcp/.../p2p/PEER` -> (transport part, PEER); UserError for anything else."""
+    transport, found, peer = address.rpartition("/p2p/")
+    if not found or public_key_of(peer) is None:
+        raise UserError(
+            f"expected the address of a peer like /ip4/192.0.2.7/tcp/7441/p2p/12D3KooW..., "
+            f"got {address!r}; copy it again from `p2pdiloco status` on that peer"
+        )
+    encode(transport)
+    return transport, peer
+
+
+def encode(transport: str) -> RawMultiaddr:
+    """The transport part of an address in binary; UserError where it is malformed."""
+    direct, circuit, rest = transport.partition(_CIRCUIT)
+    if circuit and not rest:
+        relay_transport, relay = split_peer(direct)
+        multihash = base58_decode(relay) or b""
+        peer_part = _P2P_CODE + bytes((len(multihash),)) + multihash
+        return RawMultiaddr(encode(relay_transport).encoded + peer_part + _CIRCUIT_CODE)
+    try:
+        return RawMultiaddr(bytes(Multiaddr(transport).to_bytes()))
+    except ValueError as error:
+        raise UserError(
+            f"not an address: {transport!r} ({error}); expected a form like /ip4/192.0.2.7/tcp/7441"
+        ) from error
+
+
+def decode(encoded: bytes) -> str | None:
+    """The text of what p2pd reports; None for transports that we do not speak (QUIC, WebRTC...)."""
+    relay = encoded.removesuffix(_CIRCUIT_CODE)
+    if relay != encoded:
+        transport, _, multihash = relay.partition(_P2P_CODE)
+        text = decode(transport)
+        return text and f"{text}/p2p/{base58_encode(multihash[1:])}{_CIRCUIT}"
+    try:
+        return str(Multiaddr(encoded))
+    except (ValueError, LookupError):
+        return None
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address leads to the machine itself, wherever one stands."""
+    _, protocol, host, *_ = [*address.split("/"), "", ""]
+    return protocol in ("ip4", "ip6") and ipaddress.ip_address(host).is_loopback
+
+
+def listen_address(host: str, port: int) -> str:
+    """The multiaddr to listen on; UserError where `host` is no IP address."""
+    try:
+        version = ipaddress.ip_address(host).version
+    except ValueError:
+        raise UserError(
+            f"cannot listen on {host!r}: expected an IP address of this machine, or 0.0.0.0 for all"
+        ) from None
+    return f"/ip{version}/{host}/tcp/{port}"

@@ -1,0 +1,437 @@
+"""A node on the network: p2pd, the DHT, and HTTP in both directions over libp2p streams.
+
+`open_host` is the one way in; leaving it takes everything down, p2pd and its sockets included. A
+host opens whether or not a bootstrap peer answers: `host.bootstraps()` tells the reason for each
+address, and the host goes on trying. hivemind has no types: what it gives is `Any`, and stays here
+and in `discovery.py`.
+"""
+
+import asyncio
+import errno
+import logging
+import re
+import socket
+import tempfile
+import warnings
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import aiohttp
+from aiohttp import web
+
+from p2pdiloco.errors import UserError
+from p2pdiloco_bootstrap import addresses as multiaddrs
+from p2pdiloco_bootstrap.discovery import MemberRecords
+from p2pdiloco_bootstrap.identity import Identity
+from p2pdiloco_bootstrap.p2pd import NetworkDaemon, running_p2pd
+from p2pdiloco_bootstrap.serving import MAX_REQUESTS, MAX_REQUESTS_PER_PEER, current_sender
+from p2pdiloco_bootstrap.streams import Stream, StreamConnector, attach
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # importing hivemind runs deprecated parts of torch
+    from hivemind.dht.node import DHTNode
+    from hivemind.dht.routing import DHTID
+    from hivemind.p2p import P2P, P2PDaemonError, P2PHandlerError, PeerID
+    from hivemind.utils.logging import use_hivemind_log_handler
+    from hivemind.utils.multiaddr import Multiaddr
+
+log = logging.getLogger(__name__)
+
+HTTP_PROTOCOL = "/p2pdiloco/http/1"
+
+CONNECT_TIMEOUT_S = 8.0
+"""For a dial of all of a peer's addresses at once, relayed ones included."""
+
+CONTROL_TIMEOUT_S = 5.0
+"""For p2pd to answer a question about itself; it takes a millisecond."""
+
+CLOSE_TIMEOUT_S = 2.0
+"""For each step of leaving."""
+
+DHT_WAIT_S = 0.5
+"""For a DHT peer to answer. With hivemind's 3 s a store beside one hung peer took 6 s."""
+
+BOOTSTRAP_RETRY_S = (2.0, 60.0)
+"""First and longest pause between attempts to reach a bootstrap peer; it doubles."""
+
+ADDRESS_BOOK_PEERS = 4096
+"""Peers whose addresses we remember; those not heard of for longest go first."""
+
+CONNECTIONS_PER_PEER = 2 * MAX_REQUESTS_PER_PEER
+CONNECTIONS = 2 * MAX_REQUESTS
+"""Streams served at once, idle ones included; one more is closed unread."""
+
+_SOCKET_PREFIX_BYTES_MAX = 75
+"""macOS allows 103 bytes in the path of a unix socket, Linux 107; hivemind's name takes 26."""
+
+_SERVER_KEEP_ALIVE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostOptions:
+    """How a host stands on the network."""
+
+    identity_path: Path
+    listen: tuple[str, int] = ("0.0.0.0", 0)
+    """IP address and port; port 0 takes a free one."""
+    bootstraps: tuple[str, ...] = ()
+    """Multiaddrs with `/p2p/PEER`; also the relays that a host behind NAT asks for a slot."""
+    reachability: Literal["auto", "public", "private"] = "auto"
+    """public: be a relay for others; private: reserve a relay at once; auto: let peers find out."""
+    announced: tuple[str, ...] = ()
+    """Multiaddrs to tell others instead of what p2pd finds out, as behind a forwarded port."""
+
+
+@dataclass(frozen=True, slots=True)
+class BootstrapStatus:
+    """Whether a bootstrap peer was reached, and if not, why each address failed."""
+
+    peer: str
+    connected: bool
+    reasons: tuple[tuple[str, str], ...]
+    """(address, why) of the last attempt; empty when connected."""
+
+    def sentence(self) -> str:
+        if self.connected:
+            return f"connected to bootstrap peer {self.peer}"
+        tried = ", ".join(f"{address}: {why}" for address, why in self.reasons) or "not tried yet"
+        return f"cannot reach bootstrap peer {self.peer} ({tried}); trying again"
+
+
+class Host:
+    """A running host; made by `open_host`."""
+
+    def __init__(
+        self, identity: Identity, options: HostOptions, daemon: NetworkDaemon, p2p: Any, dht: Any
+    ) -> None:
+        self.identity = identity
+        self.dht = dht
+        """hivemind's DHTNode."""
+        self._options = options
+        self._daemon = daemon
+        self._p2p = p2p
+        self._session = aiohttp.ClientSession(connector=StreamConnector(self._open_stream))
+        self._address_book: OrderedDict[str, tuple[str, ...]] = OrderedDict()
+        self._bootstraps = {
+            peer: BootstrapStatus(peer, False, ()) for peer in _by_peer(options.bootstraps)
+        }
+
+    @property
+    def peer_id(self) -> str:
+        return self.identity.peer_id
+
+    @property
+    def daemon_pid(self) -> int:
+        return self._daemon.pid
+
+    def session(self) -> aiohttp.ClientSession:
+        """For requests to `peer_url(peer, path)`; the host closes it."""
+        return self._session
+
+    async def addresses(self) -> list[str]:
+        """Our multiaddrs with `/p2p/PEER`, as they are now; relayed ones last."""
+        if self._options.announced:
+            found = list(self._options.announced)
+        else:
+            async with asyncio.timeout(CONTROL_TIMEOUT_S):
+                _, raw = await _translated(self._p2p._client.identify())
+            found = [text for addr in raw if (text := multiaddrs.decode(addr.to_bytes()))]
+        elsewhere = [address for address in found if not multiaddrs.is_loopback(address)]
+        ordered = sorted(elsewhere or found, key=lambda address: "/p2p-circuit" in address)
+        return [f"{address}/p2p/{self.peer_id}" for address in ordered]
+
+    async def connections(self) -> dict[str, tuple[str, ...]]:
+        """Peers we are connected to now, with the addresses in use."""
+        async with asyncio.timeout(CONTROL_TIMEOUT_S):
+            peers = await _translated(self._p2p.list_peers())
+        return {
+            peer.peer_id.to_base58(): tuple(
+                text for addr in peer.addrs if (text := multiaddrs.decode(addr.to_bytes()))
+            )
+            for peer in peers
+        }
+
+    def bootstraps(self) -> tuple[BootstrapStatus, ...]:
+        return tuple(self._bootstraps.values())
+
+    def remember(self, peer: str, addresses: Sequence[str]) -> None:
+        """Keeps addresses (with or without `/p2p/PEER`) to dial `peer` when a request needs it."""
+        if peer == self.peer_id or not addresses:
+            return
+        self._address_book[peer] = tuple(a.removesuffix(f"/p2p/{peer}") for a in addresses)
+        self._address_book.move_to_end(peer)
+        if len(self._address_book) > ADDRESS_BOOK_PEERS:
+            self._address_book.popitem(last=False)
+
+    async def connect(self, peer: str, addresses: Sequence[str] = ()) -> None:
+        """Dials `peer` at all addresses known; ConnectionError names the reason for each."""
+        self.remember(peer, addresses)
+        encoded = []
+        for address in self._address_book.get(peer, ()):
+            with suppress(UserError):  # written by another peer: a strange one is just not used
+                encoded.append(multiaddrs.encode(address))
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                await _translated(self._p2p._client.connect(PeerID.from_base58(peer), encoded))
+        except TimeoutError:
+            raise ConnectionError(f"no answer within {CONNECT_TIMEOUT_S:.0f} s") from None
+
+    @asynccontextmanager
+    async def serving(self, app: web.Application) -> AsyncIterator[None]:
+        """Serves `app` (from `serving.new_application`) to every peer that opens a stream to us."""
+        runner = web.AppRunner(
+            app, shutdown_timeout=CLOSE_TIMEOUT_S, keepalive_timeout=_SERVER_KEEP_ALIVE_S,
+            access_log=None,
+        )  # fmt: skip
+        await runner.setup()
+        assert runner.server is not None
+        server, open_streams = runner.server, Counter[str]()
+
+        async def on_stream(info: Any, *stream: Any) -> None:
+            peer = info.peer_id.to_base58()
+            if open_streams[peer] >= CONNECTIONS_PER_PEER or open_streams.total() >= CONNECTIONS:
+                stream[1].transport.abort()
+                return
+            current_sender.set(peer)
+            open_streams[peer] += 1
+            try:
+                await attach(server(), stream).ended
+            finally:
+                open_streams[peer] -= 1
+                if not open_streams[peer]:
+                    del open_streams[peer]
+
+        try:
+            async with asyncio.timeout(CONTROL_TIMEOUT_S):
+                await _translated(self._p2p.add_binary_stream_handler(HTTP_PROTOCOL, on_stream))
+            yield
+        finally:
+            with suppress(OSError):  # p2pd may be gone
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                    await _translated(self._p2p.remove_binary_stream_handler(HTTP_PROTOCOL))
+            await runner.cleanup()
+
+    async def watch(self) -> None:
+        """Never returns; raises `DaemonEnded` when p2pd ends by itself."""
+        raise await self._daemon.wait_ended()
+
+    async def _open_stream(self, peer: str) -> Stream:
+        """A stream to the peer's application; ConnectionError tells why there is none."""
+        try:
+            return await self._call(peer)
+        except ConnectionError:
+            if peer not in self._address_book:
+                raise
+        await self.connect(peer)
+        return await self._call(peer)
+
+    async def _call(self, peer: str) -> Stream:
+        peer_id = PeerID.from_base58(peer)
+        _, reader, writer = await _translated(
+            self._p2p.call_binary_stream_handler(peer_id, HTTP_PROTOCOL)
+        )
+        return reader, writer
+
+    async def _tend_bootstraps(self) -> None:
+        """Connects to bootstrap peers again whenever one is not connected, with growing pauses."""
+        pause, longest = BOOTSTRAP_RETRY_S
+        while True:
+            try:
+                connected = await self.connections()
+                missing = [peer for peer in self._bootstraps if peer not in connected]
+                for peer in self._bootstraps:
+                    if peer in connected:
+                        self._bootstraps[peer] = BootstrapStatus(peer, True, ())
+                await self._reach_bootstraps(missing)
+            except OSError as error:  # p2pd hangs or is gone, which `watch` reports
+                log.debug("cannot look after bootstrap peers: %s", error)
+            done = all(status.connected for status in self._bootstraps.values())
+            pause = longest if done else min(2 * pause, longest)
+            await asyncio.sleep(pause)
+
+    async def _reach_bootstraps(self, peers: Iterable[str]) -> None:
+        async with asyncio.TaskGroup() as group:
+            for peer in peers:
+                group.create_task(self._reach_bootstrap(peer))
+
+    async def _reach_bootstrap(self, peer: str) -> None:
+        before = self._bootstraps[peer]
+        known = _by_peer(self._options.bootstraps)[peer]
+        try:
+            await self.connect(peer, known)
+        except ConnectionError as error:
+            reasons = _reasons(str(error), known, dict(before.reasons))
+            status = BootstrapStatus(peer, False, tuple(reasons.items()))
+        else:
+            status = BootstrapStatus(peer, True, ())
+            await self.dht.protocol.call_ping(PeerID.from_base58(peer))
+        self._bootstraps[peer] = status
+        if status.connected != before.connected or not before.reasons:
+            log.log(logging.INFO if status.connected else logging.WARNING, status.sentence())
+
+    async def _close(self) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self._session.close()
+
+
+@asynccontextmanager
+async def open_host(options: HostOptions) -> AsyncIterator[Host]:
+    """A host on the network; UserError when this machine or the options do not allow one."""
+    identity = Identity.load_or_create(options.identity_path)
+    listen = multiaddrs.listen_address(*options.listen)
+    _check_port_is_free(*options.listen)
+    _by_peer(options.bootstraps)
+    use_hivemind_log_handler("nowhere")
+    async with AsyncExitStack() as stack:
+        sockets = f"/unix{stack.enter_context(_socket_prefix(options.identity_path))}"
+        arguments = _p2pd_arguments(options, listen, f"{sockets}p2pd.sock")
+        daemon = await stack.enter_async_context(running_p2pd(arguments))
+        p2p = await stack.enter_async_context(_p2p_client(sockets))
+        dht = await stack.enter_async_context(_dht_node(p2p, identity))
+        host = Host(identity, options, daemon, p2p, dht)
+        stack.push_async_callback(host._close)
+        await host._reach_bootstraps(list(host._bootstraps))
+        tending = asyncio.create_task(host._tend_bootstraps(), name="bootstrap peers")
+        stack.push_async_callback(_cancelled, tending)
+        yield host
+
+
+def _p2pd_arguments(options: HostOptions, listen: str, control: str) -> list[str]:
+    local = multiaddrs.is_loopback(listen)
+    flags: dict[str, object] = {
+        "listen": control,
+        "id": options.identity_path,
+        "hostAddrs": listen,
+        "dhtServer": 1,
+        "idleTimeout": "30s",
+        "persistentConnMaxMsgSize": 4 << 20,
+        "connManager": 1,
+        "autonat": int(not local),
+        "natPortMap": int(not local),
+        "relay": 1,
+        "relayService": int(options.reachability != "private"),
+        "relayDiscovery": 0,
+        "tls": 1,
+    }
+    if options.announced:
+        flags["announceAddrs"] = ",".join(options.announced)
+    if options.bootstraps and options.reachability != "public" and not local:
+        flags |= {"autoRelay": 1, "trustedRelays": ",".join(options.bootstraps)}
+    if options.reachability != "auto":
+        flags[f"forceReachability{options.reachability.title()}"] = 1
+    return [f"-{name}={value}" for name, value in flags.items()]
+
+
+@asynccontextmanager
+async def _p2p_client(sockets: str) -> AsyncIterator[Any]:
+    """hivemind's client of our p2pd, with its own socket beside p2pd's."""
+
+    class LocalP2P(P2P):  # type: ignore[misc]  # hivemind has no types
+        _UNIX_SOCKET_PREFIX = sockets
+
+    async with asyncio.timeout(CONTROL_TIMEOUT_S):
+        p2p = await _translated(LocalP2P.replicate(Multiaddr(f"{sockets}p2pd.sock")))
+    try:
+        yield p2p
+    finally:
+        await p2p.shutdown()
+
+
+@asynccontextmanager
+async def _dht_node(p2p: Any, identity: Identity) -> AsyncIterator[Any]:
+    """A DHT node without neighbours yet; `call_ping` to a peer makes the two know each other."""
+    async with asyncio.timeout(CONTROL_TIMEOUT_S):
+        node = await DHTNode.create(
+            p2p,
+            node_id=DHTID.generate(source=identity.peer_id),  # the same after a restart
+            wait_timeout=DHT_WAIT_S,
+            record_validator=MemberRecords(identity),
+            cache_size=1024,
+        )
+    try:
+        yield node
+    finally:
+        # not node.shutdown(): it would only tell p2pd, which ends now or has ended, to forget us
+        node.is_alive = False
+        if node.cache_refresh_task is not None:
+            node.cache_refresh_task.cancel()
+
+
+async def _translated(call: Any) -> Any:
+    """The result of hivemind's `call`; what it raises about p2pd and peers as ConnectionError."""
+    try:
+        return await call
+    except (P2PDaemonError, P2PHandlerError, EOFError) as error:
+        text = str(error).removeprefix("Connect failed. msg=") or "p2pd is gone"
+        raise ConnectionError(text) from error
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    """Ends `task`; what it died of before, it raises now."""
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+
+
+def _by_peer(bootstraps: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Addresses without `/p2p/PEER`, by peer; UserError for a malformed one."""
+    grouped: dict[str, tuple[str, ...]] = {}
+    for address in bootstraps:
+        transport, peer = multiaddrs.split_peer(address)
+        grouped[peer] = (*grouped.get(peer, ()), transport)
+    return grouped
+
+
+def _reasons(error: str, addresses: Iterable[str], before: Mapping[str, str]) -> dict[str, str]:
+    """Why each address failed, by p2pd's report; "dial backoff" stands for an older reason."""
+    reported = dict(re.findall(r"\* \[([^\]]+)\] (.+)", error))
+    reasons = {}
+    for address in addresses:
+        why = reported.get(address) or error.splitlines()[0]
+        if why == "dial backoff":
+            why = before.get(address, why)
+        reasons[address] = why.rpartition("connect: ")[2]
+    return reasons
+
+
+def _check_port_is_free(host: str, port: int) -> None:
+    """p2pd sets SO_REUSEPORT: a second one on a port would start, and each get half the calls."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            what = (
+                "is in use by another program (perhaps another node): stop that one or"
+                if error.errno == errno.EADDRINUSE
+                else f"cannot be listened on ({error.strerror}):"
+            )
+            raise UserError(f"port {port} of {host} {what} choose another") from error
+
+
+@contextmanager
+def _socket_prefix(identity_path: Path) -> Iterator[str]:
+    """What the paths of our control sockets begin with; whatever carries it is ours to remove.
+
+    They lie beside the identity, for none may stay in /tmp after a `kill -9`; the next start takes
+    such leftovers away. Where that path is too long for a socket it is a temporary directory.
+    """
+    with ExitStack() as stack:
+        directory = identity_path.parent.resolve()
+        if len(str(directory / identity_path.stem).encode()) > _SOCKET_PREFIX_BYTES_MAX:
+            directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="p2pdiloco-")))
+        prefix = f"{identity_path.stem}-"
+        _remove_sockets(directory, prefix)
+        stack.callback(_remove_sockets, directory, prefix)
+        yield f"{directory}/{prefix}"
+
+
+def _remove_sockets(directory: Path, prefix: str) -> None:
+    for path in directory.glob(f"{prefix}*.sock"):
+        path.unlink(missing_ok=True)
