@@ -9,6 +9,7 @@ Nothing here signs: the caller passes a `Verify` function, the keys live in the 
 
 import difflib
 import json
+import math
 import re
 import tomllib
 from collections.abc import Callable, Mapping
@@ -41,7 +42,13 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 class _Section(BaseModel):
     """One table of the spec: frozen, no unknown keys, no conversions ("3" is not 3), no NaN."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,  # `p2pdiloco new` writes them as the file's comments
+    )
 
 
 class ModelSpec(_Section):
@@ -75,7 +82,9 @@ class DataSpec(_Section):
     paths: tuple[str, ...] = ()
     """Text files or directories of them, for source = "files"."""
     dataset: str | None = None
+    """A name on the hub or a local directory, for source = "datasets"."""
     dataset_config: str | None = None
+    """Which configuration of the dataset, where it has several."""
     split: str = "train"
     text_column: str = "text"
     tokenizer: str = "bytes"
@@ -96,16 +105,21 @@ class InnerSpec(_Section):
     """The inner optimizer, AdamW, as every learner runs it between merges."""
 
     learning_rate: float = Field(default=3e-3, gt=0, le=1)
+    """The highest: reached after the warm-up."""
     betas: tuple[Share, Share] = (0.9, 0.95)
+    """Decay of Adam's first and second moment."""
     weight_decay: float = Field(default=0.1, ge=0, le=1)
+    """Decoupled from the gradient; matrices only."""
     warmup_steps: int = Field(default=20, ge=0)
     """Local steps of linear warm-up; the learning rate follows the node's own cumulative steps."""
     schedule: Literal["constant", "cosine"] = "constant"
+    """What comes after the warm-up."""
     decay_steps: int = Field(default=4000, ge=1)
     """Local steps after which `cosine` has come down to a tenth of the learning rate, and stays."""
     batch_size: int = Field(default=4, ge=1)
     """Sequences per step and node."""
     clip_norm: float = Field(default=1.0, gt=0)
+    """Gradients are scaled down to this norm."""
 
     @model_validator(mode="after")
     def _decay_after_warmup(self) -> Self:
@@ -122,12 +136,14 @@ class OuterSpec(_Section):
 
     learning_rate: float = Field(default=0.7, gt=0, le=10)
     momentum: Share = 0.3
+    """0 merges by plain steps."""
 
 
 class SyncSpec(_Section):
     """When and how learners are merged (Decoupled DiLoCo; the symbols are the paper's)."""
 
     strategy: Literal["quorum"] = "quorum"
+    """A synchronizer, which rotates, merges what a quorum of learners offers."""
     inner_steps: int = Field(default=24, ge=1, le=1_000_000)
     """H: inner steps of the median learner between two merges of the same fragment."""
     num_fragments: int = Field(default=6, ge=1, le=1024)
@@ -139,6 +155,7 @@ class SyncSpec(_Section):
     grace_factor: float = Field(default=0.8, gt=0, lt=1)
     """gamma: the part of the measured slack that a round may wait for more than the quorum."""
     merge: Literal["rda", "mean"] = "rda"
+    """`rda`: average radius and direction apart; `mean`: plain average (embeddings always)."""
     wire: Literal["float32", "bf16", "int8", "int4"] = "int8"
     """What an outer gradient becomes on its way, before zstd."""
     term_merges: int = Field(default=4, ge=1, le=10_000)
@@ -162,18 +179,33 @@ class SyncSpec(_Section):
 class LimitsSpec(_Section):
     """Bounds that all nodes of a run must share."""
 
-    max_contributors: int = Field(default=64, ge=1, le=1024)
-    """Contributions that one merge admits; they are listed in its record."""
-    max_message_bytes: int = Field(default=65536, ge=4096, le=1 << 20)
-    """The largest control message; a record with `max_contributors` entries must fit."""
+    max_contributors: int = Field(default=64, ge=1, le=64)
+    """Contributions that one merge admits; they are listed in its record, whose size is bounded."""
+
+
+class TensorLayout(_Section):
+    """A trained tensor of the model: with all of them every node can tell the fragments apart."""
+
+    name: str = Field(min_length=1, max_length=256)
+    shape: tuple[Annotated[int, Field(ge=1)], ...] = Field(max_length=8)
+    is_embedding: bool = False
 
 
 class GenesisSpec(_Section):
     """The weights everybody starts from; written by `p2pdiloco bootstrap`, never by hand."""
 
     num_parameters: int = Field(ge=1)
+    tensors: tuple[TensorLayout, ...] = Field(min_length=1)
+    """Their layout, so that a daemon needs no model code to follow the run."""
     state_digests: tuple[Digest, ...]
     """Of each fragment's version 0, in fragment order."""
+
+    @model_validator(mode="after")
+    def _counts_agree(self) -> Self:
+        counted = sum(math.prod(tensor.shape) for tensor in self.tensors)
+        if counted != self.num_parameters:
+            raise ValueError(f"num_parameters must be {counted}, got {self.num_parameters}")
+        return self
 
 
 class RunSpec(_Section):
@@ -182,6 +214,7 @@ class RunSpec(_Section):
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")
     """Lower-case letters, digits and dashes; also names the directory of a node."""
     seed: int = Field(default=0, ge=0, lt=1 << 32)
+    """Of the first weights and of every node's order through the text."""
     protocol_version: int = Field(default=PROTOCOL_VERSION, ge=1)
     model: ModelSpec = ModelSpec(preset="tiny")
     data: DataSpec = DataSpec()
@@ -356,13 +389,15 @@ def protocol_problem(version: int) -> str | None:
     )
 
 
-def differences(ours: RunSpec, theirs: RunSpec) -> list[str]:
+def differences(
+    one: RunSpec, other: RunSpec, names: tuple[str, str] = ("ours", "theirs")
+) -> list[str]:
     """How two specs differ, one sentence per key; empty if they are the same."""
-    mine, other = _flatten(ours.model_dump(mode="json")), _flatten(theirs.model_dump(mode="json"))
+    mine, yours = _flatten(one.model_dump(mode="json")), _flatten(other.model_dump(mode="json"))
     return [
-        f"{key}: ours {_shown(mine.get(key))}, theirs {_shown(other.get(key))}"
-        for key in sorted(mine.keys() | other.keys())
-        if mine.get(key) != other.get(key)
+        f"{key}: {names[0]} {_shown(mine.get(key))}, {names[1]} {_shown(yours.get(key))}"
+        for key in sorted(mine.keys() | yours.keys())
+        if mine.get(key) != yours.get(key)
     ]
 
 

@@ -11,6 +11,7 @@ from p2pdiloco.spec import (
     GenesisSpec,
     RunSpec,
     SignedSpec,
+    TensorLayout,
     bytes_to_sign,
     canonical_bytes,
     differences,
@@ -33,7 +34,12 @@ def verify(owner: str, data: bytes, signature: bytes) -> bool:
 def complete_spec(name: str = "kjv") -> RunSpec:
     draft = RunSpec(name=name)
     digests = tuple(f"{p:064x}" for p in range(draft.sync.num_fragments))
-    return draft.with_genesis(GenesisSpec(num_parameters=1000, state_digests=digests))
+    return draft.with_genesis(genesis(digests))
+
+
+def genesis(digests: tuple[str, ...], num_parameters: int = 12) -> GenesisSpec:
+    tensors = (TensorLayout(name="a", shape=(2, 3)), TensorLayout(name="b", shape=(6,)))
+    return GenesisSpec(num_parameters=num_parameters, tensors=tensors, state_digests=digests)
 
 
 def signed_spec(spec: RunSpec) -> SignedSpec:
@@ -239,7 +245,12 @@ def test_garbage_is_not_a_spec(spec_bytes: bytes) -> None:
 
 def test_genesis_must_name_every_fragment() -> None:
     with pytest.raises(ValueError, match="must name 6 fragments, got 1"):
-        RunSpec(name="a").with_genesis(GenesisSpec(num_parameters=1, state_digests=("0" * 64,)))
+        RunSpec(name="a").with_genesis(genesis(("0" * 64,)))
+
+
+def test_genesis_must_count_its_parameters() -> None:
+    with pytest.raises(ValueError, match="num_parameters must be 12, got 13"):
+        genesis(("0" * 64,), num_parameters=13)
 
 
 def test_differences_name_each_key() -> None:
