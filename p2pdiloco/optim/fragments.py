@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from p2pdiloco.errors import UserError
+from p2pdiloco.spec import RunSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,15 @@ def plan_fragments(
     _check_count(num_fragments, len(own_fragment) + len(shared))
     bins = own_fragment + _balance(shapes, shared, num_fragments - len(own_fragment))
     return tuple(_lay_out(i, names, shapes, embeddings) for i, names in enumerate(bins))
+
+
+def fragments_of(spec: RunSpec) -> tuple[Fragment, ...]:
+    """The plan of a run, from the layout in its genesis; UserError as `plan_fragments`."""
+    assert spec.genesis, "a draft has no layout yet"
+    tensors = spec.genesis.tensors
+    shapes = {tensor.name: tensor.shape for tensor in tensors}
+    embeddings = [tensor.name for tensor in tensors if tensor.is_embedding]
+    return plan_fragments(shapes, spec.sync.num_fragments, embeddings)
 
 
 def _check_count(num_fragments: int, largest: int) -> None:

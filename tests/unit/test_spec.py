@@ -22,6 +22,8 @@ from p2pdiloco.spec import (
 
 OWNER = "ab" * 32
 
+TENSORS = (TensorLayout(name="weight", shape=(10, 100)),)
+
 
 def sign(owner: str, data: bytes) -> bytes:
     return hashlib.sha256(owner.encode() + data).digest()
