@@ -19,8 +19,8 @@ CURVE_POINTS_MAX = 500
 """Points sent per curve: more than a screen has columns for, and still only 10 KB of JSON."""
 ROUNDS_MAX = 20
 EVENTS_MAX = 50
-MEMBERS_MAX = 1000
-"""Rows a page can still draw. `num_members` counts a larger swarm, its tail is not listed."""
+MEMBERS_MAX = 200
+"""Rows that page and event loop bear each second; `num_members` counts those not listed too."""
 
 CurvePoint: TypeAlias = tuple[int, float]
 """(inner step, value)."""
@@ -287,14 +287,16 @@ class Status:
 
 def _plain(value: object) -> Any:
     """`value` as JSON types. A number that JSON cannot write becomes null, never broken JSON."""
-    if dataclasses.is_dataclass(value):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, Enum):
-        return value.value
     if isinstance(value, float):
         return value if math.isfinite(value) else None
+    if isinstance(value, Enum):
+        return value.value
+    if value is None or isinstance(value, int | str):
+        return value
+    if dataclasses.is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
+    if isinstance(value, Sequence):
         return [_plain(item) for item in value]
-    return value
+    raise TypeError(f"a status holds no {type(value).__name__}")
