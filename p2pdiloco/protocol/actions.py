@@ -87,8 +87,9 @@ class FetchRecords:
 
 @dataclass(frozen=True, slots=True)
 class CatchUp:
-    """Load `snapshot` if there is one, then apply the merges of `records` in order, payloads from
-    any of `donors`.
+    """Load `snapshot` if there is one, then apply the merges of `records` in order.
+
+    All bytes may come from any of `donors`. `snapshot_record` made the snapshot; None at version 0.
 
     Answer: StateReached for the snapshot and for each record, or CatchUpFailed, after which nothing
     more comes.
@@ -96,6 +97,7 @@ class CatchUp:
 
     fragment: int
     snapshot: SnapshotInfo | None
+    snapshot_record: Record | None
     records: tuple[Record, ...]
     donors: tuple[PeerId, ...]
 

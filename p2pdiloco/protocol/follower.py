@@ -138,11 +138,17 @@ class Follower:
         source: PeerId,
         lineage: tuple[Record, ...] | None = None,
     ) -> None:
-        target = records[-1] if records else None
+        lineage = records if lineage is None else lineage
+        target = lineage[-1] if lineage else None
+        made = [r for r in lineage if snapshot and r.version == snapshot.version]
         catch_up = CatchUp(
-            register.index, snapshot, records, self._donors(register, source, target)
+            fragment=register.index,
+            snapshot=snapshot,
+            snapshot_record=made[0] if made else None,
+            records=records,
+            donors=self._donors(register, source, target),
         )
-        register.pursuit = Pursuit(catch_up, records if lineage is None else lineage)
+        register.pursuit = Pursuit(catch_up, lineage)
         self.synchronizer.give_up(register, "a newer version is being fetched")
         self.node.do(catch_up)
 
