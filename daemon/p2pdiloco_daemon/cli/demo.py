@@ -1,0 +1,162 @@
+"""`p2pdiloco demo`: several real nodes on this machine train one model together."""
+
+import argparse
+import asyncio
+import json
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from p2pdiloco.errors import UserError
+from p2pdiloco.spec import RunSpec
+from p2pdiloco_daemon.cli.directories import data_directory
+from p2pdiloco_daemon.cli.new import write_draft
+from p2pdiloco_daemon.cli.ports import STATUS_PORT, port_number, require_free
+from p2pdiloco_daemon.demo.display import Display
+from p2pdiloco_daemon.demo.supervisor import DemoOptions, run_demo
+from p2pdiloco_daemon.demo.verdict import all_is_well
+from p2pdiloco_daemon.status.view import JsonObject
+
+NODES_MAX = 16
+"""More training processes than that on one machine show nothing but a slow machine."""
+
+_SPEC_FILE = "run.toml"
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Where a demo keeps its things."""
+
+    work: Path
+    checkpoint: Path
+    temporary: bool
+    """Whether `work` goes when all was well."""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "demo",
+        help="watch several nodes on this machine train one model together",
+        description="Starts a bootstrap peer and several nodes on this machine, each a process of "
+        "its own with its own identity, learner and status page. They find each other and train a "
+        "small language model on the King James Bible. Kill one while it runs: the others go on. "
+        "Ctrl-C ends the demo cleanly and prints what came out; press it again to hurry.",
+    )
+    parser.add_argument(
+        "--nodes", type=_node_count, default=3, help="how many nodes (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--minutes", type=_minutes, help="end after this many minutes (default: at Ctrl-C)"
+    )
+    parser.add_argument(
+        "--dir",
+        type=Path,
+        help="keep everything in this directory; a second demo in it goes on where the first ended "
+        "(default: a temporary one, of which the checkpoint is kept)",
+    )
+    parser.add_argument(
+        "--port",
+        type=port_number,
+        default=STATUS_PORT,
+        help="port of the first node's status page, the others follow (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the outcome as one JSON object on the last line"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    for port in range(arguments.port, arguments.port + arguments.nodes):
+        require_free("127.0.0.1", port, "--port")
+    places = _make_places(arguments.dir)
+    options = DemoOptions(
+        spec_file=places.work / _SPEC_FILE,
+        directory=places.work,
+        checkpoint=places.checkpoint,
+        num_nodes=arguments.nodes,
+        first_port=arguments.port,
+        minutes=arguments.minutes,
+    )
+    display = Display()
+    outcome = asyncio.run(run_demo(options, display))
+    well = all_is_well(outcome)
+    if places.temporary and well:
+        shutil.rmtree(places.work)
+    else:
+        display.say(f"logs and directories of the nodes: {places.work}")
+    print(json.dumps(outcome) if arguments.json else "\n".join(report(outcome)))
+    return 0 if well else 1
+
+
+def report(outcome: JsonObject) -> list[str]:
+    """The outcome for a person."""
+    tokens = outcome["tokens"]
+    first_merge_s = outcome["first_merge_s"]
+    first = "" if first_merge_s is None else f", the first after {first_merge_s:.0f} s"
+    ledger = (
+        f"{tokens['processed']} processed = {tokens['merged']} merged + {tokens['pending']} "
+        f"pending + {tokens['rejected']} rejected + {tokens['lost']} lost"
+    )
+    return [
+        "",
+        f"held-out loss  {outcome['loss_before']:.3f} -> {outcome['loss_after']:.3f} nats per byte",
+        f"merges         {outcome['merges']}{first}",
+        f"stall          at most {outcome['stall_share']:.2%} of a learner's time",
+        f"anchors        {_anchors(outcome)}",
+        f"tokens         {ledger}{'' if outcome['ledger_adds_up'] else ' (DOES NOT ADD UP)'}",
+        f"checkpoint     {outcome['checkpoint']}",
+        f"try it         p2pdiloco sample {outcome['checkpoint']} --prompt 'And God said'",
+        "",
+        outcome["sample"],
+    ]
+
+
+def _anchors(outcome: JsonObject) -> str:
+    living = sum(node["end"] is None for node in outcome["nodes"])
+    if outcome["anchors_identical"]:
+        return f"anchors and momenta of all {living} living nodes are identical to the last bit"
+    return "the nodes' anchors DIFFER; see state_digests of the nodes with --json"
+
+
+def _make_places(directory: Path | None) -> _Places:
+    """Makes the directories; with a new spec where there is none yet."""
+    try:
+        if directory is None:
+            parent = data_directory() / "demo"
+            parent.mkdir(parents=True, exist_ok=True)
+            places = _Places(
+                Path(tempfile.mkdtemp(prefix="run-", dir=parent)), parent / "checkpoint", True
+            )
+        else:
+            directory.mkdir(parents=True, exist_ok=True)
+            places = _Places(directory, directory / "checkpoint", False)
+        continues = (places.work / _SPEC_FILE).exists()
+        if not continues and any(places.work.iterdir()):
+            raise UserError(
+                f"{places.work} is not empty and holds no demo; name an empty or a new directory"
+            )
+    except OSError as error:
+        raise UserError(
+            f"{error.filename}: cannot be used for the demo ({error.strerror}); name another --dir"
+        ) from error
+    if not continues:
+        write_draft(places.work / _SPEC_FILE, RunSpec(name="demo"))
+    return places
+
+
+def _node_count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= NODES_MAX:
+        raise argparse.ArgumentTypeError(f"expected 1 to {NODES_MAX} nodes, got {text!r}")
+    return int(text)
+
+
+def _minutes(text: str) -> float:
+    try:
+        minutes = float(text)
+    except ValueError:
+        minutes = -1
+    if not 0 < minutes < 1e6:
+        raise argparse.ArgumentTypeError(f"expected a number of minutes above 0, got {text!r}")
+    return minutes

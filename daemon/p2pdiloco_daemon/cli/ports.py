@@ -1,0 +1,44 @@
+"""TCP ports that a person names, and whether they are free."""
+
+import argparse
+import socket
+
+from p2pdiloco.errors import UserError
+
+STATUS_PORT = 8700
+"""Of the status page, always on loopback."""
+
+
+def port_number(text: str) -> int:
+    """argparse type: 0 (any free one) to 65535."""
+    try:
+        port = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a port number, got {text!r}") from None
+    if not 0 <= port <= 65535:
+        raise argparse.ArgumentTypeError(f"expected a port from 0 to 65535, got {port}")
+    return port
+
+
+def host_and_port(text: str) -> tuple[str, int]:
+    """argparse type: HOST:PORT, for example 0.0.0.0:4001."""
+    host, separator, port = text.rpartition(":")
+    if not separator or not host:
+        raise argparse.ArgumentTypeError(
+            f"expected HOST:PORT, for example 0.0.0.0:4001, got {text!r}"
+        )
+    return host, port_number(port)
+
+
+def require_free(host: str, port: int, option: str) -> None:
+    """UserError naming the port and the option that chooses another, if it is in use."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        # as the server will: a port left by a stopped node in TIME_WAIT is free
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise UserError(
+                f"port {port} on {host} cannot be used ({error.strerror}); stop the program that "
+                f"holds it, or choose another port with {option}"
+            ) from error

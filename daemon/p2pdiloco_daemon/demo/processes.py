@@ -1,0 +1,127 @@
+"""The demo's processes: one bootstrap peer and N nodes, each started as a person would start it.
+
+Each runs in a session of its own, so that Ctrl-C in the terminal reaches the supervisor alone.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from p2pdiloco.errors import UserError
+from p2pdiloco_bootstrap.invite import PREFIX
+
+BOOTSTRAP_TIMEOUT_S = 120.0
+"""Importing torch, making the first weights and starting a host take 10 s, on a cold disk more."""
+
+STOP_TIMEOUT_S = 10.0
+"""What a node may take to leave before it is killed."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeProcess:
+    """A node; its directory is named as the node."""
+
+    directory: Path
+    port: int
+    """Of its status page."""
+    process: Process
+
+    @property
+    def name(self) -> str:
+        return self.directory.name
+
+    @property
+    def end(self) -> str | None:
+        """How the process ended, in words; None while it runs."""
+        code = self.process.returncode
+        if code is None:
+            return None
+        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+
+
+@contextlib.asynccontextmanager
+async def bootstrap_peer(spec_file: Path, directory: Path, log: Path) -> AsyncIterator[str]:
+    """The first peer, running; gives its invite."""
+    where = ["--dir", str(directory), "--listen", "127.0.0.1", "--port", "0"]
+    arguments = ["bootstrap", str(spec_file), *where]
+    process = await _start(arguments, log, stdout=PIPE)
+    try:
+        async with asyncio.timeout(BOOTSTRAP_TIMEOUT_S):
+            invite = await _read_invite(process)
+        assert process.stdout is not None
+        async with asyncio.TaskGroup() as tasks:
+            draining = tasks.create_task(_drain(process.stdout), name="drain bootstrap output")
+            yield invite
+            draining.cancel()
+    except TimeoutError as error:
+        raise UserError(
+            f"the bootstrap peer gave no invite within {BOOTSTRAP_TIMEOUT_S:.0f} s; see {log}"
+        ) from error
+    finally:
+        await stop([process])
+
+
+async def start_node(directory: Path, port: int, invite: str) -> NodeProcess:
+    """One `p2pdiloco join`, on loopback only."""
+    where = ["--dir", str(directory), "--port", str(port), "--listen", "127.0.0.1:0"]
+    process = await _start(["join", invite, *where], directory.with_suffix(".log"))
+    return NodeProcess(directory, port, process)
+
+
+async def stop(processes: Sequence[Process]) -> None:
+    """SIGTERM, then after STOP_TIMEOUT_S SIGKILL, for those that still run."""
+    running = [process for process in processes if process.returncode is None]
+    for process in running:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+    try:
+        async with asyncio.timeout(STOP_TIMEOUT_S):
+            for process in running:
+                await process.wait()
+    except TimeoutError:
+        kill(running)
+        for process in running:
+            await process.wait()
+
+
+def kill(processes: Sequence[Process]) -> None:
+    """SIGKILL for those that still run."""
+    for process in processes:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+
+
+async def _start(arguments: Sequence[str], log: Path, stdout: int | None = None) -> Process:
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as log_file:
+        return await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-m", "p2pdiloco_daemon.cli.main", *arguments),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=log_file if stdout is None else stdout,
+            stderr=log_file,
+            start_new_session=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+
+
+async def _read_invite(process: Process) -> str:
+    assert process.stdout is not None
+    async for line in process.stdout:
+        text = line.decode(errors="replace").strip()
+        if text.startswith(PREFIX):
+            return text
+    raise UserError(f"the bootstrap peer ended with {await process.wait()}; see its log")
+
+
+async def _drain(stream: asyncio.StreamReader) -> None:
+    """A pipe that nobody reads fills up and blocks its writer."""
+    while await stream.read(65536):
+        pass

@@ -1,0 +1,167 @@
+"""Runs a demo from the first process to the verdict."""
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+
+from p2pdiloco.errors import UserError
+from p2pdiloco_daemon.demo.display import Display
+from p2pdiloco_daemon.demo.evaluation import Request, evaluate
+from p2pdiloco_daemon.demo.polling import StatusReader
+from p2pdiloco_daemon.demo.processes import NodeProcess, bootstrap_peer, start_node, stop
+from p2pdiloco_daemon.demo.verdict import NodeOutcome, result
+from p2pdiloco_daemon.status.view import JsonObject
+
+SETTLE_TIMEOUT_S = 20.0
+"""For rounds in flight to end and merges to reach everybody, once training has stopped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoOptions:
+    spec_file: Path
+    """With the owner's key beside it."""
+    directory: Path
+    """Of the bootstrap peer, the nodes and their logs."""
+    checkpoint: Path
+    """The exported model; replaced."""
+    num_nodes: int
+    first_port: int
+    minutes: float | None
+
+
+class StopRequests:
+    """Ctrl-C and SIGTERM, counted: the first asks to stop, the second not to wait."""
+
+    def __init__(self) -> None:
+        self.stop = asyncio.Event()
+        self.hurry = asyncio.Event()
+
+    def add(self) -> None:
+        (self.hurry if self.stop.is_set() else self.stop).set()
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        signals = (signal.SIGINT, signal.SIGTERM)
+        for number in signals:
+            loop.add_signal_handler(number, self.add)
+        try:
+            yield
+        finally:
+            for number in signals:
+                loop.remove_signal_handler(number)
+
+
+async def run_demo(options: DemoOptions, display: Display) -> JsonObject:
+    """The demo's JSON object; UserError if no node came up."""
+    display.say("starting the bootstrap peer and making the first weights ...")
+    requests = StopRequests()
+    with requests.listening():
+        outcomes = await _train(options, display, requests)
+    if not outcomes:
+        raise UserError(f"no node came up; {_last_words(options.directory)}")
+    display.say("evaluating on the whole held-out text ...")
+    living = [outcome.name for outcome in outcomes if outcome.end is None]
+    findings = await evaluate(
+        Request(
+            bootstrap=options.directory / "bootstrap",
+            nodes={name: options.directory / name for name in living or [outcomes[0].name]},
+            checkpoint=options.checkpoint,
+        )
+    )
+    return result(findings, outcomes)
+
+
+async def _train(
+    options: DemoOptions, display: Display, requests: StopRequests
+) -> list[NodeOutcome]:
+    """Runs the processes until the end; the outcome of each node that ever told its status."""
+    directory = options.directory
+    bootstrap = bootstrap_peer(
+        options.spec_file, directory / "bootstrap", directory / "bootstrap.log"
+    )
+    async with (
+        bootstrap as invite,
+        _nodes(options, invite) as nodes,
+        aiohttp.ClientSession() as session,
+    ):
+        reader = StatusReader(session, nodes)
+        await _watch(nodes, reader, requests, options.minutes, display)
+        display.say("settling: training stops, merges in flight reach everybody ...")
+        settled = await _settle(reader, requests)
+        return [
+            NodeOutcome(node.name, reader.latest[node.name], node.end, settled)
+            for node in nodes
+            if node.name in reader.latest
+        ]
+
+
+@contextlib.asynccontextmanager
+async def _nodes(options: DemoOptions, invite: str) -> AsyncIterator[list[NodeProcess]]:
+    """The nodes, started at once, and all ended afterwards."""
+    nodes: list[NodeProcess] = []
+    try:
+        for index in range(options.num_nodes):
+            directory = options.directory / f"node-{index + 1}"
+            nodes.append(await start_node(directory, options.first_port + index, invite))
+        yield nodes
+    finally:
+        await stop([node.process for node in nodes])
+
+
+async def _watch(
+    nodes: list[NodeProcess],
+    reader: StatusReader,
+    requests: StopRequests,
+    minutes: float | None,
+    display: Display,
+) -> None:
+    """Shows the nodes once a second until the time is up, somebody asks to stop, or all ended."""
+    started = time.monotonic()
+    with display.watching():
+        while not requests.stop.is_set() and any(node.end is None for node in nodes):
+            elapsed_s = time.monotonic() - started
+            if minutes is not None and elapsed_s >= minutes * 60:
+                return
+            await reader.refresh()
+            display.show(nodes, reader.latest, _headline(elapsed_s, minutes))
+            await _wait(requests.stop, 1)
+
+
+async def _settle(reader: StatusReader, requests: StopRequests) -> bool:
+    """Whether all living nodes came to rest at the same versions in time."""
+    await reader.settle()
+    deadline = time.monotonic() + SETTLE_TIMEOUT_S
+    while True:
+        await reader.refresh()
+        if reader.settled():
+            return True
+        if requests.hurry.is_set() or time.monotonic() >= deadline:
+            return False
+        await _wait(requests.hurry, 0.5)
+
+
+async def _wait(event: asyncio.Event, timeout_s: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+
+
+def _headline(elapsed_s: float, minutes: float | None) -> str:
+    minute, second = divmod(int(elapsed_s), 60)
+    end = "Ctrl-C ends the demo" if minutes is None else f"ends after {minutes:g} min, or at Ctrl-C"
+    return f"{minute}:{second:02d} of training; {end}"
+
+
+def _last_words(directory: Path) -> str:
+    """The last line of the first node's log that says something, and where the logs are."""
+    log = directory / "node-1.log"
+    lines = log.read_text(errors="replace").split("\n") if log.exists() else []
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "its log is empty")
+    return f"the last line of {log} is: {last}"

@@ -1,0 +1,145 @@
+"""How a draft becomes a run: genesis weights, their digests in the spec, the owner's signature.
+
+The weights are made once, by the owner, in a child process that ends when they are on disk: torch's
+random numbers differ between instruction sets, so they are data that everybody fetches, not a seed.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from p2pdiloco.errors import PeerError, UserError
+from p2pdiloco.spec import (
+    GenesisSpec,
+    RunSpec,
+    SignedSpec,
+    TensorLayout,
+    bytes_to_sign,
+    canonical_bytes,
+    differences,
+)
+from p2pdiloco_bootstrap.identity import Identity, verify_with_key
+
+SIGNED_SPEC_FILE = "run.spec"
+
+
+def prepare_run(draft: RunSpec, owner: Identity, directory: Path) -> SignedSpec:
+    """The run of this draft in `directory`: the one that is there, or a new one."""
+    existing = _read_signed(directory / SIGNED_SPEC_FILE)
+    if existing is not None:
+        _require_same_run(existing, draft, owner, directory)
+        return existing
+    directory.mkdir(parents=True, exist_ok=True)
+    spec_bytes = canonical_bytes(draft.with_genesis(_genesis_in_child(draft, directory)))
+    signed = SignedSpec(spec_bytes, owner.public_key, owner.sign(bytes_to_sign(spec_bytes)))
+    _write(directory / SIGNED_SPEC_FILE, signed.pack())
+    return signed
+
+
+def genesis_path(directory: Path, fragment: int) -> Path:
+    """The file with version 0 of a fragment, as donors serve it."""
+    return directory / "genesis" / f"{fragment}.state"
+
+
+def make_genesis(draft: RunSpec, directory: Path) -> GenesisSpec:
+    """Builds the model of the draft and writes version 0 of each fragment. Imports torch."""
+    import numpy as np
+
+    from p2pdiloco.learn.models import build_model, embedding_names, parameter_shapes
+    from p2pdiloco.optim.fragments import plan_fragments
+    from p2pdiloco_daemon.replica import genesis, pack_state
+
+    model = build_model(draft.model, draft.seed, draft.data.sequence_length)
+    shapes, embeddings = parameter_shapes(model), embedding_names(model)
+    fragments = plan_fragments(shapes, draft.sync.num_fragments, embeddings)
+    parameters = {name: value.detach().numpy() for name, value in model.named_parameters()}
+    digests = []
+    for fragment in fragments:
+        values = [parameters[slot.name].reshape(-1) for slot in fragment.slots]
+        state = genesis(fragment.index, np.concatenate(values))
+        _write(genesis_path(directory, fragment.index), pack_state(state))
+        digests.append(state.digest)
+    size = sum(fragment.size for fragment in fragments)
+    tensors = tuple(
+        TensorLayout(name=name, shape=shape, is_embedding=name in embeddings)
+        for name, shape in shapes.items()
+    )
+    return GenesisSpec(num_parameters=size, tensors=tensors, state_digests=tuple(digests))
+
+
+def _genesis_in_child(draft: RunSpec, directory: Path) -> GenesisSpec:
+    child = subprocess.run(
+        [sys.executable, "-m", "p2pdiloco_daemon.genesis", str(directory)],
+        input=draft.model_dump_json().encode(),
+        capture_output=True,
+        check=False,
+    )
+    complaint = child.stderr.decode(errors="replace").strip()
+    if child.returncode == 2:
+        raise UserError(complaint)
+    if child.returncode != 0:
+        raise RuntimeError(f"making the genesis weights failed ({child.returncode}):\n{complaint}")
+    return GenesisSpec.model_validate_json(child.stdout)
+
+
+def _read_signed(path: Path) -> SignedSpec | None:
+    try:
+        return SignedSpec.unpack(path.read_bytes(), verify_with_key)
+    except FileNotFoundError:
+        return None
+    except PeerError as error:
+        raise UserError(
+            f"{path}: {error}; restore it from a backup, or start a new run in another directory"
+        ) from error
+
+
+def _require_same_run(existing: SignedSpec, draft: RunSpec, owner: Identity, place: Path) -> None:
+    names = ("the run", "the file")
+    problems = differences(existing.spec, draft.with_genesis(_genesis_of(existing)), names)
+    if existing.owner != owner.public_key:
+        problems.append(f"owner: the run {existing.owner}, the key file {owner.public_key}")
+    if problems:
+        raise UserError(
+            f"{place} holds the run {existing.run_id}, and a run that has started cannot be "
+            "changed; undo the change, or start a new run with another --dir:\n  "
+            + "\n  ".join(problems)
+        )
+
+
+def _genesis_of(signed: SignedSpec) -> GenesisSpec:
+    genesis = signed.spec.genesis
+    assert genesis is not None, "a verified spec is complete"
+    return genesis
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Atomically: a half-written file never has the final name."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(path.name + ".tmp")
+        with unfinished.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be written: {error.strerror}; make room, or choose another --dir"
+        ) from error
+
+
+def _main() -> int:
+    """The child: a draft as JSON on stdin, the GenesisSpec as JSON on stdout."""
+    try:
+        draft = RunSpec.model_validate_json(sys.stdin.buffer.read())
+        genesis = make_genesis(draft, Path(sys.argv[1]))
+    except UserError as error:
+        sys.stderr.write(str(error))
+        return 2
+    sys.stdout.write(genesis.model_dump_json())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

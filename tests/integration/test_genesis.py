@@ -1,0 +1,49 @@
+"""From a draft to a run: the first weights are made once, in a child process, and kept."""
+
+from pathlib import Path
+
+import pytest
+
+from p2pdiloco.errors import UserError
+from p2pdiloco.optim.fragments import fragments_of
+from p2pdiloco.spec import ModelSpec, RunSpec, SignedSpec
+from p2pdiloco_bootstrap.identity import Identity, verify_with_key
+from p2pdiloco_daemon.genesis import SIGNED_SPEC_FILE, genesis_path, prepare_run
+from p2pdiloco_daemon.replica import unpack_state
+
+pytestmark = pytest.mark.loopback
+
+DRAFT = RunSpec(name="a")
+
+
+def test_a_draft_becomes_a_run_once(tmp_path: Path) -> None:
+    owner = Identity.generate()
+    signed = prepare_run(DRAFT, owner, tmp_path)
+    kept = (tmp_path / SIGNED_SPEC_FILE).read_bytes()
+    assert SignedSpec.unpack(kept, verify_with_key) == signed
+
+    genesis = signed.spec.genesis
+    assert genesis is not None
+    for fragment, digest in zip(fragments_of(signed.spec), genesis.state_digests, strict=True):
+        packed = bytearray(genesis_path(tmp_path, fragment.index).read_bytes())
+        state = unpack_state(packed, fragment.index, fragment.size, digest)
+        assert not state.momentum.any()
+
+    assert prepare_run(DRAFT, owner, tmp_path) == signed
+    with pytest.raises(UserError, match=r"(?s)has started cannot be changed.*seed: the run 0"):
+        prepare_run(RunSpec(name="a", seed=3), owner, tmp_path)
+    with pytest.raises(UserError, match="owner: the run"):
+        prepare_run(DRAFT, Identity.generate(), tmp_path)
+
+
+def test_a_model_that_cannot_be_built_is_told(tmp_path: Path) -> None:
+    draft = RunSpec(name="a", model=ModelSpec(config={"model_type": "no-such-model"}))
+    with pytest.raises(UserError, match="no-such-model"):
+        prepare_run(draft, Identity.generate(), tmp_path)
+    assert not (tmp_path / SIGNED_SPEC_FILE).exists()
+
+
+def test_a_damaged_run_file_is_told(tmp_path: Path) -> None:
+    (tmp_path / SIGNED_SPEC_FILE).write_bytes(b"\x00garbage")
+    with pytest.raises(UserError, match=r"run\.spec: .*restore it from a backup"):
+        prepare_run(DRAFT, Identity.generate(), tmp_path)
