@@ -1,0 +1,474 @@
+"""The daemon's handle on its learner process.
+
+It starts the process, restarts it when it dies, turns its messages into events and moves fragments
+through shared memory. It keeps no values: after each `Ready` the daemon installs every fragment.
+
+One process at a time lives, in a session of its own, so that a Ctrl-C in the terminal reaches the
+daemon only. Whatever happens to the daemon, the process leaves (see `learner_process`).
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Executor
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+
+from p2pdiloco.optim.fragments import Fragment
+from p2pdiloco.spec import RunSpec
+from p2pdiloco_daemon.learner_channel import (
+    ChannelError,
+    CheckpointFailed,
+    Command,
+    Evaluate,
+    Evaluated,
+    Install,
+    Installed,
+    Message,
+    MessageReader,
+    Ready,
+    ReleaseSnapshot,
+    Sample,
+    Sampled,
+    SampleFailed,
+    SetPaused,
+    SharedTensors,
+    SnapshotRefused,
+    SnapshotTaken,
+    Start,
+    StepsDone,
+    Stop,
+    TakeSnapshot,
+    Vector,
+    memory_bytes,
+    open_memory_file,
+    pack,
+)
+
+__all__ = [
+    "CheckpointFailed",
+    "Died",
+    "Evaluated",
+    "Installed",
+    "Learner",
+    "LearnerEvent",
+    "LearnerOptions",
+    "Ready",
+    "SampleFailed",
+    "Sampled",
+    "Snapshot",
+    "SnapshotRefused",
+    "StepsDone",
+    "running_learner",
+]
+
+RESTART_DELAY_MAX_S = 60.0
+"""Restarts wait 1, 2, 4, ... seconds, at most this; imports alone keep a core busy for 4 s."""
+
+HEALTHY_S = 60.0
+"""A learner that has run this long was no crash at the start: the next delay is 1 s again."""
+
+CRASH_LOOP_DEATHS = 3
+"""From so many deaths in a row on, the reason says that it is a crash loop."""
+
+STOP_ASKED_S = 3.5
+STOP_TERMINATED_S = 0.8
+"""How long a stop waits for the step in hand and the inner checkpoint, then for SIGTERM."""
+
+EXIT_S = 2.0
+"""How long a process may take to end after it closed its control socket."""
+
+STDERR_TAIL_BYTES = 8192
+"""What is kept of the learner's last words; a traceback through torch is about 4 KB."""
+
+LOOP_COPY_BYTES_MAX = 4 << 20
+"""Larger vectors are copied in the worker thread: 4 MB take about a millisecond."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A fragment's local values, grown from the anchor of `base_version`."""
+
+    request_id: int
+    fragment: int
+    base_version: int
+    steps: int
+    tokens: int
+    values: Vector = field(compare=False, repr=False)
+    """float32 [size of the fragment]; a copy, the receiver's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """The process ended by itself. Snapshots and samples asked for before will not be answered."""
+
+    reason: str
+    restart_in_s: float
+
+
+LearnerEvent = (
+    Ready
+    | StepsDone
+    | Installed
+    | Snapshot
+    | SnapshotRefused
+    | Evaluated
+    | Sampled
+    | SampleFailed
+    | CheckpointFailed
+    | Died
+)
+
+OnEvent = Callable[[LearnerEvent], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerOptions:
+    """`directory` keeps the inner checkpoint; `node_key` selects the node's order of the data."""
+
+    spec: RunSpec
+    fragments: tuple[Fragment, ...]
+    directory: Path
+    node_key: str
+    device: str = "cpu"
+    threads: int = 1
+    """Torch threads; two on a busy machine are slower than one."""
+    niceness: int = 0
+    eval_every_steps: int = 100
+    """At least this many steps between evaluations, and at least 19 times the time one takes."""
+
+
+@asynccontextmanager
+async def running_learner(
+    options: LearnerOptions, on_event: OnEvent, executor: Executor
+) -> AsyncIterator["Learner"]:
+    """A learner that lives as long as the block; its events come in order, in the event loop.
+
+    `executor` copies large vectors; it should have one thread. An exception in the block or in
+    `on_event` leaves as an ExceptionGroup.
+    """
+    sizes = tuple(fragment.size for fragment in options.fragments)
+    memory_fd = open_memory_file(memory_bytes(sizes))
+    try:
+        learner = Learner(options, on_event, executor, memory_fd)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(learner.keep_alive(), name="learner")
+            try:
+                yield learner
+            finally:
+                await learner.stop()
+    finally:
+        os.close(memory_fd)
+
+
+class Learner:
+    """Commands to the learner; made by `running_learner`."""
+
+    def __init__(
+        self, options: LearnerOptions, on_event: OnEvent, executor: Executor, memory_fd: int
+    ) -> None:
+        self._options = options
+        self._on_event = on_event
+        self._executor = executor
+        self._memory_fd = memory_fd
+        self._sizes = tuple(fragment.size for fragment in options.fragments)
+        self._memory = SharedTensors(memory_fd, self._sizes)
+        self._child: _Child | None = None
+        self._to_install: dict[int, tuple[Install, Vector]] = {}
+        self._installable = asyncio.Event()
+        self._serials = [0] * len(self._sizes)
+        self._last_request = 0
+        self._paused = False
+        self._stopping = asyncio.Event()
+        self._ended = asyncio.Event()
+
+    @property
+    def pid(self) -> int | None:
+        """Of the living process."""
+        return self._child.process.pid if self._child else None
+
+    def install(self, fragment: int, version: int, values: Vector) -> None:
+        """Has the learner overwrite a fragment at its next step boundary; answered by `Installed`.
+
+        `values` must not change any more. A newer install replaces one that is not yet on its way,
+        which then gets no answer. Before `Ready` it does nothing, since `Ready` asks for all.
+        """
+        assert values.shape == (self._sizes[fragment],) and values.dtype == np.float32
+        if self._ready_child() is None:
+            return
+        self._serials[fragment] += 1
+        arrival = Install(fragment, version, self._serials[fragment])
+        self._to_install[fragment] = (arrival, values)
+        self._installable.set()
+
+    def snapshot(self, fragment: int, base_version: int) -> int:
+        """Asks for the local values of a fragment; answered by `Snapshot` or `SnapshotRefused`.
+
+        It waits until the learner has taken all installs asked for before, holds `base_version` and
+        has made a step from there; a newer version or a newer request refuses it. The values never
+        grew from anything but the last install that was asked for when the answer comes.
+        Returns the request id.
+        """
+        self._last_request += 1
+        request_id = self._last_request
+        if child := self._ready_child():
+            child.send(TakeSnapshot(request_id, fragment, base_version, self._serials[fragment]))
+        else:
+            self._answer(SnapshotRefused(request_id, fragment, "the learner is not running"))
+        return request_id
+
+    def evaluate(self) -> None:
+        """Asks for an `Evaluated`; none comes if the learner is not running."""
+        if child := self._ready_child():
+            child.send(Evaluate())
+
+    def sample(self, prompt: str, num_tokens: int, temperature: float, seed: int) -> int:
+        """Asks the local model to go on from `prompt`; answered by `Sampled` or `SampleFailed`."""
+        self._last_request += 1
+        request_id = self._last_request
+        if child := self._ready_child():
+            child.send(Sample(request_id, prompt, num_tokens, temperature, seed))
+        else:
+            self._answer(SampleFailed(request_id, "the learner is not running"))
+        return request_id
+
+    def pause(self) -> None:
+        """No steps after the one in hand, after a restart neither; fragments are still served."""
+        self._set_paused(True)
+
+    def resume(self) -> None:
+        self._set_paused(False)
+
+    async def stop(self) -> None:
+        """Ends the process for good, within 5 s: asked, then terminated, then killed."""
+        self._stopping.set()
+        try:
+            if child := self._child:
+                child.send(Stop())
+                await child.end(asked_s=STOP_ASKED_S if child.is_ready else 0.0)
+            await self._ended.wait()
+        finally:
+            if self._child:
+                self._child.kill()
+
+    async def keep_alive(self) -> None:
+        """Starts the process again whenever it died, until `stop`."""
+        deaths = 0
+        loop = asyncio.get_running_loop()
+        try:
+            while not self._stopping.is_set():
+                started = loop.time()
+                reason = await self._live()
+                if self._stopping.is_set():
+                    break
+                deaths = 1 if loop.time() - started >= HEALTHY_S else deaths + 1
+                delay_s = min(2.0 ** (deaths - 1), RESTART_DELAY_MAX_S)
+                self._on_event(Died(_describe_death(reason, deaths), delay_s))
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._stopping.wait(), delay_s)
+        finally:
+            self._ended.set()
+
+    async def _live(self) -> str:
+        """One life of the process; returns why it ended."""
+        try:
+            child = await _start_child(self._options.threads, self._memory_fd)
+        except OSError as error:
+            return f"the learner process could not be started: {error}"
+        self._child = child
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(child.keep_last_words(), name="learner stderr")
+                installing = tasks.create_task(self._install_arrivals(child), name="install")
+                child.send(self._start_command())
+                if self._stopping.is_set():
+                    child.kill()
+                problem = await self._deliver_messages(child)
+                installing.cancel()
+                if problem is None:
+                    await child.ends_within(EXIT_S)
+                child.kill()
+            await child.process.wait()
+        finally:
+            child.kill()
+            self._child = None
+            self._to_install.clear()
+            child.writer.close()
+        return problem or child.last_words()
+
+    def _start_command(self) -> Start:
+        options = self._options
+        return Start(
+            spec=options.spec.model_dump_json(),
+            fragment_sizes=self._sizes,
+            directory=str(options.directory),
+            node_key=options.node_key,
+            device=options.device,
+            threads=options.threads,
+            niceness=options.niceness,
+            eval_every_steps=options.eval_every_steps,
+        )
+
+    async def _deliver_messages(self, child: "_Child") -> str | None:
+        """Until the process closes its socket, or says what cannot be understood (returned)."""
+        reader: MessageReader[Message] = MessageReader(get_args(Message))
+        try:
+            while data := await child.reader.read(1 << 16):
+                for message in reader.feed(data):
+                    await self._deliver(child, message)
+        except ChannelError as error:
+            return f"the learner process sent garbage: {error}"
+        except ConnectionError:
+            pass
+        return None
+
+    async def _deliver(self, child: "_Child", message: Message) -> None:
+        match message:
+            case SnapshotTaken():
+                self._on_event(await self._fetch_snapshot(child, message))
+                return
+            case Ready():
+                child.is_ready = True
+                child.send(SetPaused(self._paused))
+            case Installed():
+                child.installing.discard(message.fragment)
+                self._installable.set()
+            case _:
+                pass
+        self._on_event(message)
+
+    async def _fetch_snapshot(
+        self, child: "_Child", taken: SnapshotTaken
+    ) -> Snapshot | SnapshotRefused:
+        p = taken.fragment
+        values = np.empty(self._sizes[p], np.float32)
+        await self._copy(values, self._memory.outgoing[p])
+        child.send(ReleaseSnapshot(p))
+        if taken.serial != self._serials[p]:
+            reason = "the fragment was installed anew in the meantime"
+            return SnapshotRefused(taken.request_id, p, reason)
+        return Snapshot(taken.request_id, p, taken.base_version, taken.steps, taken.tokens, values)
+
+    async def _install_arrivals(self, child: "_Child") -> None:
+        """Moves what waits into shared memory, unless the process has yet to read what is there."""
+        while await self._installable.wait():
+            self._installable.clear()
+            for p in sorted(self._to_install.keys() - child.installing):
+                arrival, values = self._to_install.pop(p)
+                child.installing.add(p)
+                await self._copy(self._memory.incoming[p], values)
+                child.send(arrival)
+
+    async def _copy(self, target: Vector, source: Vector) -> None:
+        if target.nbytes <= LOOP_COPY_BYTES_MAX:
+            np.copyto(target, source)
+        else:
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._executor, np.copyto, target, source)
+
+    def _set_paused(self, paused: bool) -> None:
+        self._paused = paused
+        if child := self._ready_child():
+            child.send(SetPaused(paused))
+
+    def _ready_child(self) -> "_Child | None":
+        return self._child if self._child and self._child.is_ready else None
+
+    def _answer(self, event: LearnerEvent) -> None:
+        asyncio.get_running_loop().call_soon(self._on_event, event)
+
+
+@dataclass(slots=True)
+class _Child:
+    """One learner process."""
+
+    process: asyncio.subprocess.Process
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    is_ready: bool = False
+    installing: set[int] = field(default_factory=set)
+    """Fragments whose `incoming` vector the process has yet to read."""
+    stderr_tail: bytes = b""
+
+    def send(self, command: Command) -> None:
+        if not self.writer.is_closing():
+            self.writer.write(pack(command))
+
+    async def keep_last_words(self) -> None:
+        assert self.process.stderr is not None
+        while data := await self.process.stderr.read(STDERR_TAIL_BYTES):
+            logger.debug("learner: %s", data.decode(errors="replace").rstrip())
+            self.stderr_tail = (self.stderr_tail + data)[-STDERR_TAIL_BYTES:]
+
+    def last_words(self) -> str:
+        """How the process ended and the end of what it wrote."""
+        code = self.process.returncode
+        if code is not None and code < 0:
+            how = f"killed by {signal.Signals(-code).name}"
+            if -code == signal.SIGKILL:
+                how += " (out of memory?)"
+        else:
+            how = f"exit code {code}"
+        lines = self.stderr_tail.decode(errors="replace").strip().splitlines()[-5:]
+        return "; ".join([f"the learner process ended: {how}", *map(str.strip, lines)])
+
+    async def ends_within(self, timeout_s: float) -> bool:
+        try:
+            await asyncio.wait_for(self.process.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    async def end(self, asked_s: float) -> None:
+        """Waits for a process that was asked to stop, then makes it."""
+        if not await self.ends_within(asked_s):
+            with suppress(ProcessLookupError):
+                self.process.terminate()
+            if not await self.ends_within(STOP_TERMINATED_S):
+                self.kill()
+
+    def kill(self) -> None:
+        """The process and all that it started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+
+async def _start_child(threads: int, memory_fd: int) -> _Child:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-P",  # a torch.py in the working directory is not torch
+                "-m",
+                "p2pdiloco_daemon.learner_process",
+                str(theirs.fileno()),
+                str(memory_fd),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.PIPE,
+                pass_fds=(theirs.fileno(), memory_fd),
+                start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": "0"},
+            )
+        except OSError:
+            ours.close()
+            raise
+    reader, writer = await asyncio.open_unix_connection(sock=ours)
+    return _Child(process, reader, writer)
+
+
+def _describe_death(reason: str, deaths: int) -> str:
+    if deaths < CRASH_LOOP_DEATHS:
+        return reason
+    return f"crash loop, {deaths} deaths in a row: {reason}"

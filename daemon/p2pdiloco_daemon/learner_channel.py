@@ -1,0 +1,304 @@
+"""What the daemon and its learner process say to each other, and the memory they share.
+
+Control goes over a socket pair: frames of four bytes big-endian length and a msgpack list
+`[name of the message, its fields in order]`. Tensors go through one anonymous memory file with two
+areas of float32, each with one flat vector per fragment: `incoming` (written by the daemon,
+installed by the learner) and `outgoing` (written by the learner, copied away by the daemon). A
+message says when a vector may be read, another when it may be written again; nothing else guards
+the memory.
+
+Not here: when to say what. That is `learner` (the daemon's side) and `learner_process`.
+"""
+
+import mmap
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Generic, TypeVar, get_type_hints
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+
+from p2pdiloco.errors import P2PDilocoError
+
+MESSAGE_BYTES_MAX = 1 << 20
+"""The largest message is `Start` with a run spec, itself at most 256 KiB, in it."""
+
+SAMPLE_TOKENS_MAX = 4096
+"""A sample stops the training while it is drawn; this is seconds on the slowest machine."""
+
+Vector = npt.NDArray[np.float32]
+
+
+class ChannelError(P2PDilocoError):
+    """Bytes on the control socket that are no message: end the process at the other end."""
+
+
+# Commands, from the daemon to the learner.
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The first message, and the only one before `Ready`: all of a learner but its weights."""
+
+    spec: str
+    """The run spec as JSON."""
+    fragment_sizes: tuple[int, ...]
+    """Elements of each fragment, for the layout of the shared memory."""
+    directory: str
+    """Where the inner checkpoint is kept."""
+    node_key: str
+    device: str
+    threads: int
+    niceness: int
+    eval_every_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Install:
+    """`incoming[fragment]` holds this version; answered by `Installed`, until then not written."""
+
+    fragment: int
+    version: int
+    serial: int
+    """Counts the installs of this fragment that were asked for, replaced ones too."""
+
+
+@dataclass(frozen=True, slots=True)
+class TakeSnapshot:
+    """Wanted: the local values that grew from `base_version`, after the install `serial`."""
+
+    request_id: int
+    fragment: int
+    base_version: int
+    serial: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseSnapshot:
+    """`outgoing[fragment]` was read and may be written again."""
+
+    fragment: int
+
+
+@dataclass(frozen=True, slots=True)
+class SetPaused:
+    paused: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluate:
+    """Answered by `Evaluated` once the model is complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Answered by `Sampled` or `SampleFailed` once the model is complete."""
+
+    request_id: int
+    prompt: str
+    num_tokens: int
+    temperature: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Save the inner checkpoint and leave."""
+
+
+Command = Start | Install | TakeSnapshot | ReleaseSnapshot | SetPaused | Evaluate | Sample | Stop
+
+
+# Events, from the learner to the daemon.
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A learner process is up, with no weights yet: install every fragment."""
+
+    num_parameters: int
+    device: str
+    step: int
+    """Inner steps that its checkpoint remembers."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepsDone:
+    """`steps` inner steps (one, or more if the daemon was slow to read) on `tokens` tokens."""
+
+    step: int
+    """Cumulative inner steps of this node."""
+    steps: int
+    tokens: int
+    step_s: float
+    """Compute and data, all `steps` together."""
+    stall_s: float
+    """What the swarm cost the learner before them: messages, installs, snapshots, checkpoints."""
+    loss: float
+    """Of the last step, nats per token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """A fragment was overwritten at a step boundary. Its counters, then reset, stood at this."""
+
+    fragment: int
+    version: int
+    steps: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotTaken:
+    """`outgoing[fragment]` holds the local values; read them, then send `ReleaseSnapshot`."""
+
+    request_id: int
+    fragment: int
+    base_version: int
+    serial: int
+    steps: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotRefused:
+    request_id: int
+    fragment: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """The held-out loss of the local model."""
+
+    loss: float
+    """Nats per byte."""
+    step: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    request_id: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class SampleFailed:
+    request_id: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFailed:
+    """The inner checkpoint could not be written or read; training goes on."""
+
+    reason: str
+
+
+Message = (
+    Ready
+    | StepsDone
+    | Installed
+    | SnapshotTaken
+    | SnapshotRefused
+    | Evaluated
+    | Sampled
+    | SampleFailed
+    | CheckpointFailed
+)
+
+M = TypeVar("M", Command, Message)
+
+_LENGTH_BYTES = 4
+
+
+def pack(message: Command | Message) -> bytes:
+    """One frame."""
+    values = [getattr(message, field.name) for field in fields(message)]
+    body = msgpack.packb([type(message).__name__, *values])
+    assert len(body) <= MESSAGE_BYTES_MAX, f"{type(message).__name__} of {len(body)} bytes"
+    return len(body).to_bytes(_LENGTH_BYTES, "big") + bytes(body)
+
+
+class MessageReader(Generic[M]):
+    """Cuts a byte stream into messages of the given kinds; ChannelError on anything else."""
+
+    def __init__(self, kinds: Sequence[type[M]]) -> None:
+        self._kinds: dict[str, Callable[..., M]] = {kind.__name__: kind for kind in kinds}
+        self._hints = {kind.__name__: get_type_hints(kind) for kind in kinds}
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[M]:
+        """The messages that `data` completes."""
+        self._buffer += data
+        messages = []
+        while len(self._buffer) >= _LENGTH_BYTES:
+            end = _LENGTH_BYTES + self._body_bytes()
+            if len(self._buffer) < end:
+                break
+            messages.append(self._parse(bytes(self._buffer[_LENGTH_BYTES:end])))
+            del self._buffer[:end]
+        return messages
+
+    def _body_bytes(self) -> int:
+        length = int.from_bytes(self._buffer[:_LENGTH_BYTES], "big")
+        if length > MESSAGE_BYTES_MAX:
+            raise ChannelError(
+                f"a control message has at most {MESSAGE_BYTES_MAX} bytes, got {length}"
+            )
+        return length
+
+    def _parse(self, body: bytes) -> M:
+        try:
+            match msgpack.unpackb(body, use_list=False):
+                case (str(name), *values) if name in self._kinds:
+                    return self._build(name, values)
+        except (ValueError, msgpack.UnpackException) as error:
+            raise ChannelError(f"a control message of {len(body)} bytes is not msgpack") from error
+        raise ChannelError(f"expected one of {', '.join(self._kinds)}, got {body[:40]!r}")
+
+    def _build(self, name: str, values: list[object]) -> M:
+        hints = self._hints[name]
+        if len(values) != len(hints) or not all(
+            _fits(value, hint) for value, hint in zip(values, hints.values(), strict=True)
+        ):
+            raise ChannelError(f"a {name} has the fields {', '.join(hints)}, got {values!r:.80}")
+        return self._kinds[name](*values)
+
+
+def _fits(value: object, hint: object) -> bool:
+    if hint == tuple[int, ...]:
+        return isinstance(value, tuple) and all(type(item) is int for item in value)
+    return type(value) is hint
+
+
+class SharedTensors:
+    """Both areas of the memory file behind `fd`, one float32 vector per fragment in each."""
+
+    def __init__(self, fd: int, fragment_sizes: Sequence[int]) -> None:
+        memory = mmap.mmap(fd, memory_bytes(fragment_sizes))
+        values = np.frombuffer(memory, dtype="<f4")
+        bounds = np.cumsum([*fragment_sizes, *fragment_sizes])[:-1].tolist()
+        vectors = np.split(values, bounds)
+        self.incoming: tuple[Vector, ...] = tuple(vectors[: len(fragment_sizes)])
+        self.outgoing: tuple[Vector, ...] = tuple(vectors[len(fragment_sizes) :])
+
+
+def memory_bytes(fragment_sizes: Sequence[int]) -> int:
+    """Size of the memory file."""
+    return 2 * 4 * sum(fragment_sizes)
+
+
+def open_memory_file(num_bytes: int) -> int:
+    """Descriptor of `num_bytes` zeros that no directory names and that end with their users."""
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("p2pdiloco-learner")
+    else:
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
+    os.ftruncate(fd, num_bytes)
+    return fd

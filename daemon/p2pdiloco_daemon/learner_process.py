@@ -1,0 +1,476 @@
+"""The learner process: inner steps for ever, and the swarm's business at the boundaries between.
+
+At a boundary it first installs the fragments that have arrived, then hands out the snapshots that
+were asked for. It blocks on nothing but its own steps, except while it is paused or has not yet
+received every fragment: then it waits for the next command. It leaves when told to, or when the
+control socket closes because the daemon is gone.
+
+Started by `learner` as `python -m p2pdiloco_daemon.learner_process CONTROL_FD MEMORY_FD`; the first
+message on the control socket is `Start`.
+"""
+
+import ctypes
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol, assert_never, get_args
+
+import torch
+
+from p2pdiloco.errors import P2PDilocoError, StoreError, UserError
+from p2pdiloco.learn.evaluate import held_out_loss, sample_text
+from p2pdiloco.learn.inner_loop import InnerLoop, StepResult, bf16_is_faster
+from p2pdiloco.learn.models import build_model, embedding_names, num_parameters, parameter_shapes
+from p2pdiloco.learn.text import Text, TextStream, open_text, open_tokenizer
+from p2pdiloco.optim.fragments import plan_fragments
+from p2pdiloco.spec import RunSpec
+from p2pdiloco_daemon.learner_channel import (
+    SAMPLE_TOKENS_MAX,
+    ChannelError,
+    CheckpointFailed,
+    Command,
+    Evaluate,
+    Evaluated,
+    Install,
+    Installed,
+    Message,
+    MessageReader,
+    Ready,
+    ReleaseSnapshot,
+    Sample,
+    Sampled,
+    SampleFailed,
+    SetPaused,
+    SharedTensors,
+    SnapshotRefused,
+    SnapshotTaken,
+    Start,
+    StepsDone,
+    Stop,
+    TakeSnapshot,
+    Vector,
+    pack,
+)
+
+CHECKPOINT_NAME = "inner.safetensors"
+"""In the node's directory: Adam's moments, cursor and step count, not the weights."""
+
+CHECKPOINT_PERIOD_S = 60.0
+"""What a crash may cost of Adam's moments; a write is tens of milliseconds for a model of 10 M."""
+
+EVALUATION_SHARE_MAX = 0.05
+"""Part of the time that scheduled evaluations may take, however often they are asked for."""
+
+SAMPLES_WAITING_MAX = 4
+"""A sample stops the training for about a second; more than this are refused."""
+
+READ_BYTES = 1 << 16
+
+DRAIN_S = 0.5
+"""A daemon that stops its learner reads until the end; one that hangs must not hold it back."""
+
+_PR_SET_PDEATHSIG = 1
+
+Clock = Callable[[], float]
+
+
+class Trainer(Protocol):
+    """What the process needs of `p2pdiloco.learn.inner_loop.InnerLoop`."""
+
+    @property
+    def num_steps(self) -> int: ...
+
+    @property
+    def steps(self) -> Sequence[int]: ...
+
+    @property
+    def tokens(self) -> Sequence[int]: ...
+
+    def step(self) -> StepResult: ...
+
+    def read_fragment(self, p: int, out: Vector) -> None: ...
+
+    def overwrite_fragment(self, p: int, values: Vector) -> None: ...
+
+    def save(self, path: Path) -> None: ...
+
+
+class Judge(Protocol):
+    """Looks at the model between steps."""
+
+    def held_out_loss(self) -> float: ...
+
+    def sample(self, prompt: str, num_tokens: int, temperature: float, seed: int) -> str: ...
+
+
+class Control:
+    """The control socket, never waited for but in `wait`.
+
+    Messages that the daemon does not take yet are kept; `StepsDone` in a row become one, and all
+    others answer a command, so what is kept stays small.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self._socket = connection
+        self._reader: MessageReader[Command] = MessageReader(get_args(Command))
+        self._waiting: deque[Message] = deque()
+        self._unsent = b""
+
+    def wait(self) -> None:
+        """Until there is something to read, or to send that could not be sent before."""
+        writable = [self._socket] if self._unsent or self._waiting else []
+        select.select([self._socket], writable, [])
+
+    def commands(self) -> list[Command]:
+        """Those that have arrived; EOFError once the daemon is gone."""
+        self._flush()
+        try:
+            data = self._socket.recv(READ_BYTES)
+        except BlockingIOError:
+            return []
+        except ConnectionError as error:
+            raise EOFError from error
+        if not data:
+            raise EOFError
+        return self._reader.feed(data)
+
+    def post(self, message: Message) -> None:
+        """Sends it, now or at a later boundary; order is kept."""
+        match message, self._waiting[-1] if self._waiting else None:
+            case StepsDone(), StepsDone() as earlier:
+                self._waiting[-1] = _sum(earlier, message)
+            case _:
+                self._waiting.append(message)
+        self._flush()
+
+    def drain(self) -> None:
+        """Before leaving: sends what is left, if the daemon takes it soon."""
+        self._socket.settimeout(DRAIN_S)
+        self._flush()
+
+    def _flush(self) -> None:
+        while self._unsent or self._waiting:
+            self._unsent = self._unsent or pack(self._waiting.popleft())
+            try:
+                self._unsent = self._unsent[self._socket.send(self._unsent) :]
+            except (BlockingIOError, TimeoutError):
+                return
+            except ConnectionError as error:
+                raise EOFError from error
+
+
+def _sum(earlier: StepsDone, later: StepsDone) -> StepsDone:
+    return StepsDone(
+        step=later.step,
+        steps=earlier.steps + later.steps,
+        tokens=earlier.tokens + later.tokens,
+        step_s=earlier.step_s + later.step_s,
+        stall_s=earlier.stall_s + later.stall_s,
+        loss=later.loss,
+    )
+
+
+class LearnerProcess:
+    """The main loop and what it remembers: versions, snapshots asked for, pause."""
+
+    def __init__(
+        self,
+        control: Control,
+        memory: SharedTensors,
+        trainer: Trainer,
+        judge: Judge,
+        checkpoint: Path,
+        eval_every_steps: int,
+        clock: Clock = time.perf_counter,
+    ) -> None:
+        self._control = control
+        self._memory = memory
+        self._trainer = trainer
+        self._judge = judge
+        self._checkpoint = checkpoint
+        self._eval_every_steps = eval_every_steps
+        self._paused = False
+        self._clock = clock
+        num_fragments = len(memory.incoming)
+        self._versions: list[int | None] = [None] * num_fragments
+        self._serials = [0] * num_fragments
+        self._arrivals: dict[int, Install] = {}
+        self._wanted: dict[int, TakeSnapshot] = {}
+        self._unreleased: set[int] = set()
+        self._samples: deque[Sample] = deque()
+        self._evaluation_wanted = False
+        self._evaluated_step = trainer.num_steps
+        self._next_evaluation = clock()
+        self._next_checkpoint = clock() + CHECKPOINT_PERIOD_S
+        self._stall_s = 0.0
+        self._stopping = False
+
+    def run(self) -> None:
+        """Until `Stop` or until the daemon is gone; the inner checkpoint is then on disk."""
+        try:
+            while not self._stopping:
+                if not self._may_step():
+                    self._control.wait()
+                self._pass_boundary()
+                self._look_at_the_model()
+                if self._may_step():
+                    self._step()
+        except EOFError:
+            pass
+        with suppress(EOFError):
+            if self._complete():
+                self._save()
+            self._control.drain()
+
+    def _complete(self) -> bool:
+        return None not in self._versions
+
+    def _may_step(self) -> bool:
+        return self._complete() and not self._paused and not self._stopping
+
+    def _pass_boundary(self) -> None:
+        started = self._clock()
+        for command in self._control.commands():
+            self._take(command)
+        self._install_arrivals()
+        self._answer_snapshots()
+        if self._may_step() and started >= self._next_checkpoint:
+            self._save()
+        self._stall_s += self._clock() - started
+
+    def _take(self, command: Command) -> None:
+        match command:
+            case Install():
+                self._arrivals[command.fragment] = command
+            case TakeSnapshot():
+                if superseded := self._wanted.get(command.fragment):
+                    self._refuse(superseded, "a newer request for the same fragment came")
+                self._wanted[command.fragment] = command
+            case ReleaseSnapshot():
+                self._unreleased.discard(command.fragment)
+            case SetPaused():
+                self._paused = command.paused
+            case Evaluate():
+                self._evaluation_wanted = True
+            case Sample():
+                self._queue_sample(command)
+            case Stop():
+                self._stopping = True
+            case Start():
+                raise ChannelError("a learner is started once, got Start again")
+            case _:
+                assert_never(command)
+
+    def _install_arrivals(self) -> None:
+        for p, arrival in sorted(self._arrivals.items()):
+            steps, tokens = self._trainer.steps[p], self._trainer.tokens[p]
+            self._trainer.overwrite_fragment(p, self._memory.incoming[p])
+            self._versions[p], self._serials[p] = arrival.version, arrival.serial
+            self._control.post(Installed(p, arrival.version, steps, tokens))
+        self._arrivals.clear()
+
+    def _answer_snapshots(self) -> None:
+        for p, wanted in sorted(self._wanted.items()):
+            version = self._versions[p]
+            if version is None or self._serials[p] < wanted.serial or version < wanted.base_version:
+                continue
+            if version > wanted.base_version:
+                del self._wanted[p]
+                self._refuse(
+                    wanted, f"the learner has version {version}, not {wanted.base_version}"
+                )
+            elif self._trainer.steps[p] and p not in self._unreleased:
+                del self._wanted[p]
+                self._hand_out(wanted)
+
+    def _hand_out(self, wanted: TakeSnapshot) -> None:
+        p = wanted.fragment
+        self._trainer.read_fragment(p, self._memory.outgoing[p])
+        self._unreleased.add(p)
+        self._control.post(
+            SnapshotTaken(
+                request_id=wanted.request_id,
+                fragment=p,
+                base_version=wanted.base_version,
+                serial=self._serials[p],
+                steps=self._trainer.steps[p],
+                tokens=self._trainer.tokens[p],
+            )
+        )
+
+    def _refuse(self, wanted: TakeSnapshot, reason: str) -> None:
+        self._control.post(SnapshotRefused(wanted.request_id, wanted.fragment, reason))
+
+    def _save(self) -> None:
+        try:
+            self._trainer.save(self._checkpoint)
+        except StoreError as error:
+            self._control.post(CheckpointFailed(str(error)))
+        self._next_checkpoint = self._clock() + CHECKPOINT_PERIOD_S
+
+    def _queue_sample(self, command: Sample) -> None:
+        if len(self._samples) >= SAMPLES_WAITING_MAX:
+            reason = f"{SAMPLES_WAITING_MAX} samples are waiting already; ask again later"
+        elif not 0 < command.num_tokens <= SAMPLE_TOKENS_MAX:
+            reason = f"a sample has 1 to {SAMPLE_TOKENS_MAX} tokens, got {command.num_tokens}"
+        else:
+            self._samples.append(command)
+            return
+        self._control.post(SampleFailed(command.request_id, reason))
+
+    def _look_at_the_model(self) -> None:
+        """Evaluates and samples where asked or due; not counted as stall."""
+        if not self._complete() or self._stopping:
+            return
+        if self._evaluation_wanted or self._evaluation_due():
+            self._evaluate()
+        while self._samples:
+            wanted = self._samples.popleft()
+            text = self._judge.sample(
+                wanted.prompt, wanted.num_tokens, wanted.temperature, wanted.seed
+            )
+            self._control.post(Sampled(wanted.request_id, text))
+
+    def _evaluation_due(self) -> bool:
+        return (
+            self._may_step()
+            and self._trainer.num_steps - self._evaluated_step >= self._eval_every_steps
+            and self._clock() >= self._next_evaluation
+        )
+
+    def _evaluate(self) -> None:
+        started = self._clock()
+        loss = self._judge.held_out_loss()
+        ended = self._clock()
+        self._evaluation_wanted = False
+        self._evaluated_step = self._trainer.num_steps
+        self._next_evaluation = ended + (ended - started) * (1 / EVALUATION_SHARE_MAX - 1)
+        self._control.post(Evaluated(loss, self._trainer.num_steps, ended - started))
+
+    def _step(self) -> None:
+        started = self._clock()
+        result = self._trainer.step()
+        done = StepsDone(
+            step=self._trainer.num_steps,
+            steps=1 if result.tokens else 0,
+            tokens=result.tokens,
+            step_s=self._clock() - started,
+            stall_s=self._stall_s,
+            loss=result.loss,
+        )
+        started = self._clock()
+        self._control.post(done)
+        self._stall_s = self._clock() - started
+
+
+class _ModelJudge:
+    """The local model's held-out loss and samples."""
+
+    def __init__(self, model: torch.nn.Module, text: Text, spec: RunSpec) -> None:
+        self._model = model
+        self._text = text
+        self._tokenizer = open_tokenizer(spec.data)
+        self._sequence_length = spec.data.sequence_length
+
+    def held_out_loss(self) -> float:
+        return held_out_loss(self._model, self._text, self._sequence_length)
+
+    def sample(self, prompt: str, num_tokens: int, temperature: float, seed: int) -> str:
+        return sample_text(
+            self._model,
+            self._tokenizer,
+            prompt,
+            num_tokens,
+            self._sequence_length,
+            temperature=temperature,
+            seed=seed,
+        )
+
+
+def main(control_fd: int, memory_fd: int) -> None:
+    """Runs one learner; returns when it was told to leave or the daemon is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _die_with_the_daemon()
+    for fd in (control_fd, memory_fd):
+        os.set_inheritable(fd, False)
+    control = Control(socket.socket(fileno=control_fd))
+    try:
+        start = _receive_start(control)
+        os.nice(start.niceness)
+        memory = SharedTensors(memory_fd, start.fragment_sizes)
+        process = _build(start, control, memory)
+    except EOFError:
+        return
+    process.run()
+
+
+def _die_with_the_daemon() -> None:
+    """On Linux in the middle of a step, too; elsewhere the closed socket is seen at its end."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def _receive_start(control: Control) -> Start:
+    """The first message; the daemon sends nothing more before `Ready`."""
+    while True:
+        control.wait()
+        match control.commands():
+            case []:
+                continue
+            case [Start() as start]:
+                return start
+            case others:
+                raise ChannelError(f"expected Start and nothing else, got {others!r:.80}")
+
+
+def _build(start: Start, control: Control, memory: SharedTensors) -> LearnerProcess:
+    torch.set_num_threads(start.threads)
+    spec = RunSpec.model_validate_json(start.spec)
+    model = build_model(spec.model, spec.seed, spec.data.sequence_length)
+    text = open_text(spec.data)
+    trainer = _build_trainer(start, spec, model, text)
+    checkpoint = Path(start.directory) / CHECKPOINT_NAME
+    if checkpoint.exists():
+        try:
+            trainer.load(checkpoint)
+        except StoreError as error:
+            control.post(CheckpointFailed(str(error)))
+    control.post(Ready(num_parameters(model), start.device, trainer.num_steps))
+    return LearnerProcess(
+        control, memory, trainer, _ModelJudge(model, text, spec), checkpoint, start.eval_every_steps
+    )
+
+
+def _build_trainer(start: Start, spec: RunSpec, model: torch.nn.Module, text: Text) -> InnerLoop:
+    fragments = plan_fragments(
+        parameter_shapes(model), spec.sync.num_fragments, embedding_names(model)
+    )
+    sizes = tuple(fragment.size for fragment in fragments)
+    if sizes != start.fragment_sizes:
+        raise UserError(
+            f"the model of this run has fragments of {sizes} values, the daemon expected "
+            f"{start.fragment_sizes}; check that all parts of p2pdiloco are of one version"
+        )
+    return InnerLoop(
+        model,
+        TextStream(text, spec.data.sequence_length, spec.seed, start.node_key),
+        spec.inner,
+        fragments,
+        start.device,
+        bf16=bf16_is_faster(num_parameters(model), start.device, time.perf_counter),
+    )
+
+
+if __name__ == "__main__":
+    try:
+        main(int(sys.argv[1]), int(sys.argv[2]))
+    except P2PDilocoError as error:
+        sys.exit(str(error))

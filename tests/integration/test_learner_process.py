@@ -1,0 +1,429 @@
+"""The real learner process: tiny model, real text, signals, and what is left behind.
+
+One process serves most tests, since its imports take seconds. Each test pauses it when it is done.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import psutil
+import pytest
+
+from p2pdiloco.learn.models import build_model, embedding_names, parameter_shapes
+from p2pdiloco.optim.fragments import Fragment, TensorSlot, plan_fragments
+from p2pdiloco.spec import DataSpec, RunSpec, SyncSpec
+from p2pdiloco_daemon.learner import (
+    CheckpointFailed,
+    Died,
+    Evaluated,
+    Installed,
+    Learner,
+    LearnerEvent,
+    LearnerOptions,
+    Ready,
+    Sampled,
+    Snapshot,
+    SnapshotRefused,
+    StepsDone,
+    running_learner,
+)
+from p2pdiloco_daemon.learner_channel import open_memory_file
+from p2pdiloco_daemon.learner_process import CHECKPOINT_NAME
+
+pytestmark = pytest.mark.loopback
+
+E = TypeVar("E", bound=LearnerEvent)
+SPEC = RunSpec(name="test", sync=SyncSpec(num_fragments=3), data=DataSpec(sequence_length=32))
+TOKENS_PER_STEP = SPEC.inner.batch_size * SPEC.data.sequence_length
+
+
+class Stage:
+    """A learner, everything it said, and a way to wait for more."""
+
+    def __init__(self, options: LearnerOptions) -> None:
+        self.options = options
+        self.events: list[LearnerEvent] = []
+        self.learner: Learner
+        self.news = asyncio.Event()
+        self.values = initial_values(options.fragments)
+
+    def hear(self, event: LearnerEvent) -> None:
+        self.events.append(event)
+        self.news.set()
+
+    def install_all(self, version: int) -> None:
+        for p, values in enumerate(self.values):
+            self.learner.install(p, version, values)
+
+    async def next(
+        self,
+        kind: type[E] | tuple[type[E], ...],
+        since: int = 0,
+        where: Callable[[E], bool] = lambda event: True,
+    ) -> E:
+        """The first event of a kind from position `since` on, waited for if need be."""
+        async with asyncio.timeout(60):
+            while True:
+                for event in self.events[since:]:
+                    if isinstance(event, kind) and where(event):
+                        return event
+                self.news.clear()
+                await self.news.wait()
+
+    async def installed_all(self, version: int) -> Installed:
+        """Waits until every fragment was installed anew; the last of the receipts."""
+        wanted = set(range(len(self.values)))
+        since = len(self.events)
+        while True:
+            event = await self.next(Installed, since)
+            since = self.events.index(event, since) + 1
+            wanted.discard(event.fragment)
+            if not wanted and event.version == version:
+                return event
+
+    async def steps(self, count: int) -> None:
+        """Waits for so many more steps."""
+        since = len(self.events)
+        for _ in range(count):
+            done = await self.next(StepsDone, since)
+            since = self.events.index(done, since) + 1
+
+
+def initial_values(fragments: tuple[Fragment, ...]) -> list[np.ndarray]:
+    generator = np.random.default_rng(0)
+    return [generator.normal(0, 0.02, fragment.size).astype(np.float32) for fragment in fragments]
+
+
+def plan() -> tuple[Fragment, ...]:
+    model = build_model(SPEC.model, SPEC.seed, SPEC.data.sequence_length)
+    return plan_fragments(parameter_shapes(model), SPEC.sync.num_fragments, embedding_names(model))
+
+
+@asynccontextmanager
+async def open_stage(directory: Path, fragments: tuple[Fragment, ...]) -> AsyncIterator[Stage]:
+    stage = Stage(
+        LearnerOptions(spec=SPEC, fragments=fragments, directory=directory, node_key="node")
+    )
+    with ThreadPoolExecutor(1) as executor:
+        async with running_learner(stage.options, stage.hear, executor) as learner:
+            stage.learner = learner
+            await stage.next(Ready)
+            yield stage
+
+
+@pytest.fixture(scope="module")
+def fragments() -> tuple[Fragment, ...]:
+    return plan()
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    """One event loop for the tests that share a process."""
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def shared_stage(
+    runner: asyncio.Runner,
+    tmp_path_factory: pytest.TempPathFactory,
+    fragments: tuple[Fragment, ...],
+) -> Iterator[Stage]:
+    opened: asyncio.Queue[Stage] = asyncio.Queue()
+    done = asyncio.Event()
+
+    async def hold() -> None:
+        async with open_stage(tmp_path_factory.mktemp("node"), fragments) as stage:
+            opened.put_nowait(stage)
+            await done.wait()
+
+    async def open_it() -> tuple[Stage, asyncio.Task[None]]:
+        holding = asyncio.create_task(hold())
+        return await opened.get(), holding
+
+    async def close_it(holding: asyncio.Task[None]) -> None:
+        done.set()
+        await holding
+
+    stage, holding = runner.run(open_it())
+    yield stage
+    runner.run(close_it(holding))
+
+
+Play = Callable[[Callable[[Stage], Coroutine[None, None, None]]], None]
+
+
+@pytest.fixture
+def play(runner: asyncio.Runner, shared_stage: Stage) -> Play:
+    """Plays a scene with the shared process, which trains during the scene only."""
+
+    async def framed(scene: Callable[[Stage], Coroutine[None, None, None]]) -> None:
+        shared_stage.learner.resume()
+        shared_stage.install_all(version=0)
+        await shared_stage.installed_all(version=0)
+        await scene(shared_stage)
+        shared_stage.learner.pause()
+
+    return lambda scene: runner.run(framed(scene))
+
+
+def test_what_was_installed_comes_back_after_one_small_step(play: Play) -> None:
+    async def scene(stage: Stage) -> None:
+        since = len(stage.events)
+        request_id = stage.learner.snapshot(1, base_version=0)
+        snapshot = await stage.next(Snapshot, since)
+        assert (snapshot.request_id, snapshot.fragment) == (request_id, 1)
+        assert snapshot.tokens == snapshot.steps * TOKENS_PER_STEP
+        moved = np.abs(snapshot.values - stage.values[1]).max()
+        assert 0 < moved < 4 * SPEC.inner.learning_rate * snapshot.steps
+
+    play(scene)
+
+
+def test_counters_at_each_receipt_equal_the_steps_reported_before_it(play: Play) -> None:
+    async def scene(stage: Stage) -> None:
+        since = len(stage.events)
+        for version in range(1, 6):
+            await stage.steps(version)
+            stage.learner.install(version % 3, version, stage.values[version % 3])
+        await stage.next(Installed, since, lambda event: event.version == 5)
+        assert_receipts_match_steps(stage.events)
+
+    play(scene)
+
+
+def test_only_the_newest_of_several_installs_is_taken(play: Play) -> None:
+    async def scene(stage: Stage) -> None:
+        since = len(stage.events)
+        for version in range(100, 150):
+            stage.learner.install(0, version, stage.values[0] + np.float32(version))
+        await stage.next(Installed, since, lambda event: event.version == 149)
+        taken = [event.version for event in stage.events[since:] if isinstance(event, Installed)]
+        assert len(taken) <= 2
+        stage.learner.snapshot(0, base_version=149)
+        snapshot = await stage.next(Snapshot, since)
+        assert np.median(snapshot.values) == pytest.approx(149, abs=0.1)
+
+    play(scene)
+
+
+def test_a_snapshot_never_mixes_two_installs(play: Play) -> None:
+    """The version number may be the same as before: another lineage."""
+
+    async def scene(stage: Stage) -> None:
+        for height in np.linspace(0.1, 1, 10, dtype=np.float32):
+            since = len(stage.events)
+            stage.learner.snapshot(2, base_version=0)
+            stage.learner.install(2, 0, stage.values[2] + height)
+            answer = await stage.next((Snapshot, SnapshotRefused), since)
+            if isinstance(answer, Snapshot):
+                assert np.median(answer.values) == pytest.approx(height, abs=0.04)
+
+    play(scene)
+
+
+def test_a_snapshot_of_a_version_gone_by_is_refused(play: Play) -> None:
+    async def scene(stage: Stage) -> None:
+        since = len(stage.events)
+        stage.learner.install(2, 7, stage.values[2])
+        stage.learner.snapshot(2, base_version=6)
+        refused = await stage.next(SnapshotRefused, since)
+        assert refused.reason == "the learner has version 7, not 6"
+
+    play(scene)
+
+
+def test_while_paused_it_serves_and_does_not_step(play: Play) -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.steps(1)
+        stage.learner.pause()
+        stage.learner.evaluate()
+        since = len(stage.events)
+        evaluated = await stage.next(Evaluated, since)
+        since = stage.events.index(evaluated, since)
+        stage.learner.sample("In the beginning", num_tokens=8, temperature=0.8, seed=1)
+        sampled = await stage.next(Sampled, since)
+        stage.learner.install(0, 1, stage.values[0])
+        await stage.next(Installed, since)
+        assert not [event for event in stage.events[since:] if isinstance(event, StepsDone)]
+        assert len(sampled.text) > 0
+        assert 1 < evaluated.loss < 7
+        stage.learner.resume()
+        await stage.steps(1)
+
+    play(scene)
+
+
+def test_training_from_real_text_lowers_the_held_out_loss(play: Play) -> None:
+    async def scene(stage: Stage) -> None:
+        since = len(stage.events)
+        stage.learner.evaluate()
+        before = await stage.next(Evaluated, since)
+        await stage.steps(60)
+        since = len(stage.events)
+        stage.learner.evaluate()
+        after = await stage.next(Evaluated, since)
+        assert after.loss < before.loss - 0.3
+
+    play(scene)
+
+
+def test_kill_9_costs_the_open_counters_and_nothing_else(play: Play) -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.steps(2)
+        stage.learner.pause()  # which holds for the next process, too
+        since = len(stage.events)
+        assert stage.learner.pid is not None
+        os.kill(stage.learner.pid, signal.SIGKILL)
+        died = await stage.next(Died, since)
+        assert "SIGKILL" in died.reason
+        assert died.restart_in_s == 1.0
+        stage.learner.snapshot(0, base_version=0)
+        refused = await stage.next(SnapshotRefused, since)
+        assert refused.reason == "the learner is not running"
+        await stage.next(Ready, since)
+        stage.install_all(version=3)
+        last = await stage.installed_all(version=3)
+        assert (last.steps, last.tokens) == (0, 0)
+        stage.learner.resume()
+        await stage.steps(1)
+
+    play(scene)
+
+
+def test_a_stop_is_quick_remembers_and_leaves_nothing(
+    tmp_path: Path, fragments: tuple[Fragment, ...]
+) -> None:
+    async def first_life() -> StepsDone:
+        async with open_stage(tmp_path, fragments) as stage:
+            stage.install_all(version=0)
+            await stage.steps(2)
+            pid = stage.learner.pid
+            async with asyncio.timeout(5):
+                await stage.learner.stop()
+            assert stage.learner.pid is None
+            assert pid is not None and not process_exists(pid)
+            assert not [event for event in stage.events if isinstance(event, Died)]
+            return [event for event in stage.events if isinstance(event, StepsDone)][-1]
+
+    async def second_life() -> Ready:
+        async with open_stage(tmp_path, fragments) as stage:
+            return await stage.next(Ready)
+
+    last = asyncio.run(first_life())
+    assert [path.name for path in tmp_path.iterdir()] == [CHECKPOINT_NAME]
+    assert asyncio.run(second_life()).step == last.step
+
+
+def test_a_damaged_checkpoint_is_reported_and_done_without(
+    tmp_path: Path, fragments: tuple[Fragment, ...]
+) -> None:
+    (tmp_path / CHECKPOINT_NAME).write_bytes(b"\x00" * 100)
+
+    async def life() -> list[LearnerEvent]:
+        async with open_stage(tmp_path, fragments) as stage:
+            return stage.events
+
+    failed, ready = asyncio.run(life())
+    assert isinstance(failed, CheckpointFailed) and CHECKPOINT_NAME in failed.reason
+    assert isinstance(ready, Ready) and ready.step == 0
+
+
+def test_a_learner_that_cannot_start_says_why_and_is_tried_again(tmp_path: Path) -> None:
+    """A plan for another model; also: a stop while it waits for the next try is quick."""
+    slot = TensorSlot("weight", (5,), 0, False)
+
+    async def life() -> Died:
+        options = LearnerOptions(
+            spec=SPEC, fragments=(Fragment(0, (slot,)),), directory=tmp_path, node_key="node"
+        )
+        stage = Stage(options)
+        with ThreadPoolExecutor(1) as executor:
+            async with running_learner(options, stage.hear, executor):
+                return await stage.next(Died)
+
+    died = asyncio.run(life())
+    assert "exit code 1" in died.reason
+    assert "the daemon expected (5,)" in died.reason
+
+
+def test_no_orphan_is_left_when_the_daemon_is_killed(tmp_path: Path) -> None:
+    """A daemon in a process of its own, killed while its learner trains."""
+    daemon = subprocess.Popen(
+        [sys.executable, __file__, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    with daemon:
+        assert daemon.stdout is not None
+        child_pid = int(daemon.stdout.readline())
+        child = psutil.Process(child_pid)
+        daemon.kill()
+        child.wait(timeout=10)
+
+
+@pytest.mark.parametrize("bytes_sent", [b"", b"\xff" * 64], ids=["closed", "garbage"])
+def test_a_control_socket_that_closes_or_talks_garbage_ends_it(bytes_sent: bytes) -> None:
+    daemon, child = socket.socketpair()
+    memory_fd = open_memory_file(8)
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "p2pdiloco_daemon.learner_process",
+            str(child.fileno()),
+            str(memory_fd),
+        ],
+        pass_fds=(child.fileno(), memory_fd),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    child.close()
+    os.close(memory_fd)
+    with process, daemon:
+        daemon.sendall(bytes_sent)
+        daemon.shutdown(socket.SHUT_WR)
+        _, stderr = process.communicate(timeout=30)
+    assert process.returncode == (1 if bytes_sent else 0)
+    assert len(stderr.splitlines()) == (1 if bytes_sent else 0)
+
+
+def assert_receipts_match_steps(events: list[LearnerEvent]) -> None:
+    """The ledger's promise, over the whole history: every token is in exactly one receipt."""
+    steps, tokens = [0] * 3, [0] * 3
+    for event in events:
+        match event:
+            case StepsDone():
+                steps = [count + event.steps for count in steps]
+                tokens = [count + event.tokens for count in tokens]
+            case Installed(fragment=p):
+                assert (event.steps, event.tokens) == (steps[p], tokens[p])
+                steps[p] = tokens[p] = 0
+            case Died():
+                steps, tokens = [0] * 3, [0] * 3
+            case _:
+                pass
+
+
+def process_exists(pid: int) -> bool:
+    return bool(psutil.pid_exists(pid))
+
+
+async def _be_a_daemon(directory: Path) -> None:
+    async with open_stage(directory, plan()) as stage:
+        stage.install_all(version=0)
+        await stage.steps(1)
+        print(stage.learner.pid, flush=True)  # noqa: T201
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(_be_a_daemon(Path(sys.argv[1])))

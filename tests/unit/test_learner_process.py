@@ -1,0 +1,319 @@
+"""The boundaries between steps, scripted: what the daemon says after which step, what it hears."""
+
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from p2pdiloco.errors import StoreError
+from p2pdiloco.learn.inner_loop import StepResult
+from p2pdiloco_daemon.learner_channel import (
+    ChannelError,
+    CheckpointFailed,
+    Command,
+    Evaluate,
+    Evaluated,
+    Install,
+    Installed,
+    Message,
+    MessageReader,
+    ReleaseSnapshot,
+    Sample,
+    Sampled,
+    SampleFailed,
+    SetPaused,
+    SharedTensors,
+    SnapshotRefused,
+    SnapshotTaken,
+    Start,
+    StepsDone,
+    Stop,
+    TakeSnapshot,
+    memory_bytes,
+    open_memory_file,
+    pack,
+)
+from p2pdiloco_daemon.learner_process import Control, LearnerProcess
+
+SIZES = (3, 2)
+STEP_TOKENS = 10
+BOTH = (Install(0, 0, 1), Install(1, 0, 1))
+
+
+@dataclass
+class FakeTrainer:
+    """Every step adds 1 to every value; `after_step` is the daemon's turn."""
+
+    after_step: Callable[[int], None]
+    num_steps: int = 0
+    steps: list[int] = field(default_factory=lambda: [0, 0])
+    tokens: list[int] = field(default_factory=lambda: [0, 0])
+    values: list[npt.NDArray[np.float32]] = field(
+        default_factory=lambda: [np.zeros(size, np.float32) for size in SIZES]
+    )
+    saved: int = 0
+    disk_full: bool = False
+
+    def step(self) -> StepResult:
+        self.num_steps += 1
+        for p in range(len(SIZES)):
+            self.steps[p] += 1
+            self.tokens[p] += STEP_TOKENS
+            self.values[p] += 1
+        self.after_step(self.num_steps)
+        return StepResult(loss=2.5, tokens=STEP_TOKENS)
+
+    def read_fragment(self, p: int, out: npt.NDArray[np.float32]) -> None:
+        out[:] = self.values[p]
+
+    def overwrite_fragment(self, p: int, values: npt.NDArray[np.float32]) -> None:
+        self.values[p][:] = values
+        self.steps[p] = self.tokens[p] = 0
+
+    def save(self, path: Path) -> None:
+        if self.disk_full:
+            raise StoreError("the disk is full")
+        self.saved += 1
+
+
+class FakeJudge:
+    def held_out_loss(self) -> float:
+        return 1.25
+
+    def sample(self, prompt: str, num_tokens: int, temperature: float, seed: int) -> str:
+        return f"{prompt} and {num_tokens} more"
+
+
+@dataclass
+class Clock:
+    """Every look at it costs a millisecond."""
+
+    now: float = 100.0
+
+    def __call__(self) -> float:
+        self.now += 0.001
+        return self.now
+
+
+class Scene:
+    """A process with fakes around it, and the daemon's end of its socket."""
+
+    def __init__(self, eval_every_steps: int = 1000) -> None:
+        self.daemon, child = socket.socketpair()
+        self.daemon.settimeout(5)
+        fd = open_memory_file(memory_bytes(SIZES))
+        self.memory = SharedTensors(fd, SIZES)
+        self.trainer = FakeTrainer(self._speak)
+        self.clock = Clock()
+        self._child = child
+        self._script: Mapping[int, Sequence[Command]] = {}
+        self._process = LearnerProcess(
+            Control(child),
+            SharedTensors(fd, SIZES),
+            self.trainer,
+            FakeJudge(),
+            Path("inner"),
+            eval_every_steps,
+            self.clock,
+        )
+
+    def run(self, script: Mapping[int, Sequence[Command]]) -> list[Message]:
+        """Says `script[0]` at once and `script[n]` during step n; returns all it hears."""
+        self._script = script
+        self._speak(0)
+        self._process.run()
+        self._child.close()
+        reader: MessageReader[Message] = MessageReader(get_args(Message))
+        heard = []
+        while data := self.daemon.recv(1 << 16):
+            heard += reader.feed(data)
+        return heard
+
+    def _speak(self, step: int) -> None:
+        for command in self._script.get(step, ()):
+            self.daemon.sendall(pack(command))
+
+    def close(self) -> None:
+        self.daemon.close()
+        self._child.close()
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    scene = Scene()
+    yield scene
+    scene.close()
+
+
+def without_steps(messages: Sequence[Message]) -> list[Message]:
+    return [message for message in messages if not isinstance(message, StepsDone)]
+
+
+def test_it_steps_only_once_every_fragment_was_installed(scene: Scene) -> None:
+    heard = scene.run({0: [BOTH[0], Stop()]})
+    assert heard == [Installed(0, 0, 0, 0)]
+    assert scene.trainer.num_steps == scene.trainer.saved == 0
+
+
+def test_it_steps_and_reports_until_told_to_stop(scene: Scene) -> None:
+    heard = scene.run({0: BOTH, 3: [Stop()]})
+    assert heard[:2] == [Installed(0, 0, 0, 0), Installed(1, 0, 0, 0)]
+    steps = [message for message in heard[2:] if isinstance(message, StepsDone)]
+    assert [(done.step, done.steps, done.tokens, done.loss) for done in steps] == [
+        (number, 1, STEP_TOKENS, 2.5) for number in (1, 2, 3)
+    ]
+    assert scene.trainer.saved == 1
+
+
+def test_a_receipt_reports_the_counters_up_to_its_boundary(scene: Scene) -> None:
+    heard = scene.run({0: BOTH, 2: [Install(1, 1, 2)], 5: [Install(1, 2, 3), Stop()]})
+    position = heard.index(Installed(1, 1, 2, 2 * STEP_TOKENS))
+    before = heard[position - 1]
+    assert isinstance(before, StepsDone)
+    assert before.step == 2
+    assert heard[-1] == Installed(1, 2, 3, 3 * STEP_TOKENS)
+
+
+def test_arrivals_are_taken_before_snapshots(scene: Scene) -> None:
+    scene.memory.incoming[0][:] = 100
+    snapshot = TakeSnapshot(request_id=9, fragment=0, base_version=4, serial=2)
+    heard = scene.run({0: BOTH, 2: [snapshot, Install(0, 4, 2)], 3: [Stop()]})
+    taken = SnapshotTaken(9, 0, base_version=4, serial=2, steps=1, tokens=STEP_TOKENS)
+    assert heard[-1] == taken
+    assert scene.memory.outgoing[0].tolist() == [101.0] * 3
+
+
+def test_a_snapshot_waits_for_its_version_and_a_first_step(scene: Scene) -> None:
+    early = TakeSnapshot(request_id=1, fragment=1, base_version=1, serial=1)
+    heard = scene.run({0: [*BOTH, early], 4: [Install(1, 1, 2)], 6: [Stop()]})
+    position = heard.index(SnapshotTaken(1, 1, 1, 2, steps=1, tokens=STEP_TOKENS))
+    last = [message for message in heard[:position] if isinstance(message, StepsDone)][-1]
+    assert last.step == 5
+
+
+def test_a_snapshot_waits_for_the_install_it_was_asked_after(scene: Scene) -> None:
+    """Another lineage may have the same version number."""
+    asked = TakeSnapshot(request_id=1, fragment=0, base_version=0, serial=2)
+    heard = scene.run({0: BOTH, 1: [asked], 3: [Install(0, 0, 2)], 5: [Stop()]})
+    assert SnapshotTaken(1, 0, 0, 2, steps=1, tokens=STEP_TOKENS) in heard
+
+
+def test_a_snapshot_of_an_older_version_is_refused(scene: Scene) -> None:
+    heard = scene.run({0: BOTH, 1: [Install(0, 3, 2)], 2: [TakeSnapshot(5, 0, 2, 2), Stop()]})
+    assert heard[-1] == SnapshotRefused(5, 0, "the learner has version 3, not 2")
+
+
+def test_a_newer_request_replaces_one_that_waits(scene: Scene) -> None:
+    heard = scene.run(
+        {0: BOTH, 1: [TakeSnapshot(1, 0, 9, 1)], 2: [TakeSnapshot(2, 0, 0, 1), Stop()]}
+    )
+    assert without_steps(heard)[-2:] == [
+        SnapshotRefused(1, 0, "a newer request for the same fragment came"),
+        SnapshotTaken(2, 0, 0, 1, steps=2, tokens=2 * STEP_TOKENS),
+    ]
+
+
+def test_a_snapshot_is_not_overwritten_before_it_was_read(scene: Scene) -> None:
+    script: dict[int, list[Command]] = {
+        0: list(BOTH),
+        1: [TakeSnapshot(1, 0, 0, 1)],
+        2: [TakeSnapshot(2, 0, 0, 1)],
+        4: [ReleaseSnapshot(0), Stop()],
+    }
+    taken = [message for message in scene.run(script) if isinstance(message, SnapshotTaken)]
+    assert [(message.request_id, message.steps) for message in taken] == [(1, 1), (2, 4)]
+
+
+def test_paused_it_serves_but_does_not_step(scene: Scene) -> None:
+    paused: list[Command] = [SetPaused(True), Install(0, 1, 2), Evaluate(), Stop()]
+    heard = scene.run({0: BOTH, 1: paused})
+    assert heard[-1] == Installed(0, 1, 1, STEP_TOKENS)
+    assert scene.trainer.num_steps == 1
+
+
+def test_samples_and_evaluations_are_answered_between_steps(scene: Scene) -> None:
+    heard = scene.run({0: BOTH, 1: [Evaluate(), Sample(3, "In", 5, 0.8, 0)], 2: [Stop()]})
+    answers = without_steps(heard)[2:]
+    assert isinstance(answers[0], Evaluated)
+    assert (answers[0].loss, answers[0].step) == (1.25, 1)
+    assert answers[1:] == [Sampled(3, "In and 5 more")]
+
+
+def test_too_long_or_too_many_samples_are_refused(scene: Scene) -> None:
+    asked = [Sample(1, "", 0, 1.0, 0), *(Sample(n, "", 1, 1.0, 0) for n in range(2, 7))]
+    heard = scene.run({0: BOTH, 1: asked, 2: [Stop()]})
+    refused = [message for message in heard if isinstance(message, SampleFailed)]
+    assert [message.request_id for message in refused] == [1, 6]
+    assert len([message for message in heard if isinstance(message, Sampled)]) == 4
+
+
+def test_scheduled_evaluations_take_a_twentieth_of_the_time_at_most() -> None:
+    scene = Scene(eval_every_steps=1)
+    heard = scene.run({0: BOTH, 200: [Stop()]})
+    scene.close()
+    spent = sum(message.seconds for message in heard if isinstance(message, Evaluated))
+    assert 0 < spent < 0.05 * (scene.clock.now - 100.0)
+
+
+def test_an_inner_checkpoint_is_written_every_minute(scene: Scene) -> None:
+    def pass_time(step: int) -> None:
+        scene.clock.now += 10
+
+    scene.trainer.after_step = pass_time
+    scene.daemon.sendall(b"".join(map(pack, BOTH)))
+    scene.trainer.after_step = lambda step: (
+        pass_time(step) if step < 14 else scene.daemon.sendall(pack(Stop()))
+    )
+    scene.run({})
+    assert scene.trainer.saved == 3
+
+
+def test_a_checkpoint_that_cannot_be_written_is_reported_and_survived(scene: Scene) -> None:
+    scene.trainer.disk_full = True
+    assert scene.run({0: BOTH, 1: [Stop()]})[-1] == CheckpointFailed("the disk is full")
+
+
+def test_it_leaves_when_the_daemon_is_gone(scene: Scene) -> None:
+    scene.trainer.after_step = lambda step: scene.daemon.shutdown(socket.SHUT_RDWR)
+    scene.run({0: BOTH})
+    assert (scene.trainer.num_steps, scene.trainer.saved) == (1, 1)
+
+
+def test_garbage_ends_it_with_a_sentence(scene: Scene) -> None:
+    scene.daemon.sendall(b"\xff" * 100)
+    with pytest.raises(ChannelError, match="at most"):
+        scene.run({})
+
+
+def test_a_second_start_is_refused(scene: Scene) -> None:
+    with pytest.raises(ChannelError, match="started once"):
+        scene.run({0: [Start("", (), "", "", "", 1, 0, 1)]})
+
+
+def test_a_daemon_that_does_not_read_costs_no_step_and_loses_no_count(scene: Scene) -> None:
+    """The socket's buffer fills up; what waits stays small; everything arrives in the end."""
+    reader: MessageReader[Message] = MessageReader(get_args(Message))
+    heard: list[Message] = []
+
+    def daemon(step: int) -> None:
+        if step == 5000:
+            scene.daemon.setblocking(False)
+            with suppress(BlockingIOError):
+                while True:
+                    heard.extend(reader.feed(scene.daemon.recv(1 << 16)))
+            scene.daemon.settimeout(5)
+        if step == 5010:
+            scene.daemon.sendall(pack(Stop()))
+
+    scene.daemon.sendall(b"".join(map(pack, BOTH)))
+    scene.trainer.after_step = daemon
+    heard += scene.run({})
+    done = [message for message in heard if isinstance(message, StepsDone)]
+    assert sum(message.steps for message in done) == 5010
+    assert len(done) < 4000
