@@ -5,6 +5,8 @@ replica that diverged. Per fragment at most one question and one catch-up are un
 waits before the next try.
 """
 
+from collections.abc import Sequence
+
 from p2pdiloco.errors import PeerError
 from p2pdiloco.protocol import contributor, events
 from p2pdiloco.protocol.actions import CatchUp, FetchRecords, InstallFragment
@@ -96,21 +98,30 @@ class Follower:
             return
         if not node.cooled_down(peer):
             return
-        after = max(0, register.version - RECORDS_KEPT) if register.distrusted else register.version
-        register.asked = peer
-        node.do(FetchRecords(peer, register.index, max(0, after)))
+        depth = RECORDS_KEPT if register.distrusted else 0
+        self._fetch(register, peer, max(0, register.version - depth))
+
+    def _fetch(self, register: Register, peer: PeerId, after: int) -> None:
+        register.asked, register.asked_after = peer, after
+        self.node.do(FetchRecords(peer, register.index, after))
 
     def records_fetched(self, event: events.RecordsFetched) -> None:
         node, register = self.node, self.node.registers[event.fragment]
         if register.asked != event.peer:
             return
         register.asked = None
+        if register.pursuit:
+            return
         try:
             check_links(
                 event.records,
                 register.index,
                 lambda record: check_record(record, node.config.run_id, node.signer),
             )
+            if self._forked(register, event.records):
+                deeper = max(0, register.version - RECORDS_KEPT)
+                self._fetch(register, event.peer, deeper)
+                return
             plan = plan_catch_up(
                 None if register.distrusted else register.chain,
                 event.records,
@@ -123,6 +134,14 @@ class Follower:
             return
         if plan:
             self._pursue(register, plan[0], plan[1], event.peer, event.records)
+
+    @staticmethod
+    def _forked(register: Register, records: Sequence[Record]) -> bool:
+        """Whether older records are needed to see where the donor's lineage leaves ours."""
+        chain = register.chain
+        if not chain or register.asked_after <= chain.base:
+            return False
+        return chain.common_version(records) is None
 
     def records_failed(self, event: events.RecordsFailed) -> None:
         register = self.node.registers[event.fragment]

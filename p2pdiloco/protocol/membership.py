@@ -87,8 +87,8 @@ class Membership:
         member = self.meet(peer, now)
         if not member:
             return False
-        before = (member.incarnation, member.heartbeat.sequence if member.heartbeat else -1)
-        if (heartbeat.incarnation, heartbeat.sequence) < before:
+        last = member.heartbeat
+        if last and heartbeat.number <= last.number:
             return False
         member.news(heartbeat.incarnation, heartbeat.sequence, now)
         member.heartbeat = heartbeat

@@ -39,7 +39,7 @@ class Register:
     on, if any.
 
     `steps` are inner steps since the learner received `installed`. `fence` is the highest (term,
-    attempt) seen.
+    attempt) seen. `asked` was asked for its records after version `asked_after`.
     """
 
     index: int
@@ -51,6 +51,7 @@ class Register:
     round: Round | None = None
     pursuit: Pursuit | None = None
     asked: PeerId | None = None
+    asked_after: int = 0
     retry_at: float = 0.0
     failures: int = 0
     distrusted: bool = False

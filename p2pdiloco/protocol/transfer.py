@@ -21,13 +21,15 @@ def plan_catch_up(
 ) -> Plan | None:
     """None when the donor has nothing newer. `records` are checked, contiguous and ascending.
 
-    A node that stands on the donor's lineage replays merges; one that does not, or holds nothing,
-    loads the newest snapshot whose digest a record of that lineage (or the run spec, for version 0)
-    vouches for. Raises PeerError if there is none.
+    A node that stands on the donor's lineage replays merges. One that does not, or holds nothing,
+    or is older than the donor's oldest snapshot, before which donors keep no payloads, loads the
+    newest snapshot whose digest a record of that lineage (or the run spec, for version 0) vouches
+    for. Raises PeerError if there is none.
     """
     if chain and (not records or records[-1].weight <= chain.weight):
         return None
-    if chain and chain.common_version(records) == chain.version:
+    oldest = min((s.version for s in snapshots), default=0)
+    if chain and chain.version >= oldest and chain.common_version(records) == chain.version:
         return None, tuple(r for r in records if r.version > chain.version)
     vouched = [s for s in snapshots if _vouched(s, records, genesis_digest)]
     if not vouched:

@@ -73,6 +73,11 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class RoundOpened:
+    @property
+    def number(self) -> tuple[int, int]:
+        """Grows with each heartbeat of a node, across its restarts."""
+        return self.incarnation, self.sequence
+
     """The synchronizer asks for outer gradients against the version with digest `parent`."""
 
     round: RoundId
