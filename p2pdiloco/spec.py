@@ -22,12 +22,13 @@ import msgpack
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from p2pdiloco.errors import PeerError, UserError
+from p2pdiloco.protocol.wire import FRAGMENTS_MAX
 
 PROTOCOL_VERSION = 1
 """Raised whenever two nodes of different versions could not take part in the same run."""
 
 MAX_SPEC_BYTES = 256 * 1024
-"""A spec with the digests of 1,024 fragments has about 70 KB; a transformers config a few KB."""
+"""A spec with the digests of 400 fragments has about 30 KB; a transformers config a few KB."""
 
 _SIGNED_DOMAIN = b"p2pdiloco run spec\0"
 """Prefix of what the owner signs, so that the signature fits nothing else the key ever signs."""
@@ -146,7 +147,7 @@ class SyncSpec(_Section):
     """A synchronizer, which rotates, merges what a quorum of learners offers."""
     inner_steps: int = Field(default=24, ge=1, le=1_000_000)
     """H: inner steps of the median learner between two merges of the same fragment."""
-    num_fragments: int = Field(default=6, ge=1, le=1024)
+    num_fragments: int = Field(default=6, ge=1, le=FRAGMENTS_MAX)
     """P: fragments of the model, merged one after the other, one every H/P steps."""
     overlap_steps: int = Field(default=2, ge=1)
     """tau: inner steps behind which one merge may hide; also the most rounds in flight."""

@@ -10,7 +10,7 @@ A fragment has at most one offer, for the newest round that asked:
 from p2pdiloco.protocol import events
 from p2pdiloco.protocol.actions import DropContribution, InstallFragment, PrepareContribution
 from p2pdiloco.protocol.ledger import BRANCH, NOT_ASKED
-from p2pdiloco.protocol.naming import PeerId, RoundId
+from p2pdiloco.protocol.naming import PeerId, RoundId, sentence
 from p2pdiloco.protocol.register import Offer, Register
 from p2pdiloco.protocol.state import NodeState
 from p2pdiloco.protocol.wire import ContributionReady, RoundDeclined, RoundOpened
@@ -62,7 +62,7 @@ def _why_not(
 
 def decline(node: NodeState, synchronizer: PeerId, round_id: RoundId, reason: str) -> None:
     if synchronizer != node.me:
-        node.send(synchronizer, RoundDeclined(round_id, reason[:200]))
+        node.send(synchronizer, RoundDeclined(round_id, sentence(reason)))
 
 
 def prepare_if_possible(node: NodeState, register: Register) -> None:

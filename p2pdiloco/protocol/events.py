@@ -170,6 +170,14 @@ class CatchUpFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class WrongBytes:
+    """A donor sent bytes that are not those of the digest it was asked for."""
+
+    peer: PeerId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class SettleAsked:
     """Open and join no more rounds; reach the newest heads and stay there."""
 
@@ -197,6 +205,7 @@ Event = (
     | RecordsFailed
     | StateReached
     | CatchUpFailed
+    | WrongBytes
     | SettleAsked
     | LeaveAsked
 )

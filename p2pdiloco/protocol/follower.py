@@ -53,7 +53,7 @@ class Follower:
             case Verdict.EXTENDS:
                 self._extend(register, sender, record)
             case Verdict.LIGHTER:
-                node.refusals["a record of an older version or a lighter lineage"] += 1
+                node.refuse("a record of an older version or a lighter lineage")
                 node.tell_head(sender, register)
             case Verdict.AHEAD | Verdict.HEAVIER:
                 self.ask(register, sender)
@@ -230,7 +230,7 @@ class Follower:
         register.pursuit = None
         if event.diverged:
             register.distrusted = True
-            node.refusals["this node's own state had diverged"] += 1
+            node.refuse("this node's own state had diverged")
         self._failed(register, event.reason)
         if register.chain and register.installed != register.version and not event.diverged:
             self.install(register)

@@ -64,7 +64,7 @@ class Record:
     and momentum after the merge, which every replica reaches bit for bit.
     """
 
-    run_id: str
+    run_id: Annotated[str, Field(max_length=64)]
     fragment: FragmentIndex
     version: Annotated[int, Field(ge=1, lt=2**53)]
     parent: Digest
@@ -127,7 +127,7 @@ def unpack_record(data: bytes) -> Record:
     try:
         return _RECORD.validate_python(msgpack.unpackb(data, use_list=True))
     except (ValidationError, ValueError, TypeError, msgpack.UnpackException) as error:
-        raise PeerError(f"not a merge record: {error}") from error
+        raise PeerError(f"not a merge record: {type(error).__name__}") from error
 
 
 def check_record(record: Record, run_id: str, signer: Signer) -> None:
@@ -135,9 +135,9 @@ def check_record(record: Record, run_id: str, signer: Signer) -> None:
     names.
     """
     if record.run_id != run_id:
-        raise PeerError(f"a merge record of run {record.run_id[:12]}, this is run {run_id[:12]}")
+        raise PeerError(f"a merge record of another run; this is run {run_id[:12]}")
     if not signer.verify(record.synchronizer, record.signed_part, record.signature):
-        raise PeerError(f"the signature on {describe(record)} is not that of {record.synchronizer}")
+        raise PeerError("the signature on a merge record is not that of its synchronizer")
 
 
 def describe(record: Record) -> str:

@@ -10,10 +10,12 @@ PeerId = NewType("PeerId", str)
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
-PeerText = Annotated[PeerId, Field(min_length=1, max_length=128)]
+PeerText = Annotated[PeerId, Field(min_length=1, max_length=128, pattern=r"^[!-~]*$")]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 """blake2b-256, in hex."""
-Sentence = Annotated[str, Field(max_length=200)]
+SENTENCE_CHARS_MAX = 200
+Sentence = Annotated[str, Field(max_length=SENTENCE_CHARS_MAX, pattern=r"^\P{Cc}*$")]
+"""Text for people; without control characters, since logs and terminals show it."""
 FragmentIndex = Annotated[int, Field(ge=0, lt=4096)]
 
 
@@ -34,3 +36,8 @@ class RoundId:
 
     def __str__(self) -> str:
         return f"fragment {self.fragment} v{self.version} (term {self.term}.{self.attempt})"
+
+
+def sentence(text: str) -> str:
+    """`text` as a `Sentence`: printable, and cut if it is too long."""
+    return "".join(c if c.isprintable() else " " for c in text[:SENTENCE_CHARS_MAX])

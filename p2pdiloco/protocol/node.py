@@ -20,12 +20,13 @@ from p2pdiloco.protocol.follower import Follower
 from p2pdiloco.protocol.ledger import Ledger
 from p2pdiloco.protocol.lineage import Chain, Record, Signer
 from p2pdiloco.protocol.membership import HEARTBEAT_S, Membership
-from p2pdiloco.protocol.naming import PeerId
+from p2pdiloco.protocol.naming import PeerId, sentence
 from p2pdiloco.protocol.pacing import steps_due
 from p2pdiloco.protocol.register import Register
 from p2pdiloco.protocol.state import Condition, NodeConfig, NodeState
 from p2pdiloco.protocol.synchronizer import Synchronizer
 from p2pdiloco.protocol.wire import (
+    NAME_CHARS_MAX,
     PROTOCOL_VERSION,
     Committed,
     ContributionReady,
@@ -175,6 +176,8 @@ class Node:
                 follower.state_reached(event)
             case events.CatchUpFailed():
                 follower.catch_up_failed(event)
+            case events.WrongBytes(peer, reason):
+                state.refuse(reason, peer)
             case events.SettleAsked():
                 state.settling = True
                 self._heartbeat()
@@ -215,7 +218,7 @@ class Node:
     def _take_heartbeat(self, sender: PeerId, heartbeat: Heartbeat) -> None:
         num = len(self.state.registers)
         if heartbeat.run_id != self.state.config.run_id:
-            raise PeerError(f"it takes part in another run, {heartbeat.run_id[:12]}")
+            raise PeerError("it takes part in another run")
         if heartbeat.protocol_version != PROTOCOL_VERSION:
             raise PeerError(
                 f"it speaks protocol {heartbeat.protocol_version}, this node {PROTOCOL_VERSION}; "
@@ -331,7 +334,7 @@ class Node:
             protocol_version=PROTOCOL_VERSION,
             incarnation=state.config.incarnation,
             sequence=self._sequence,
-            name=state.config.name[:64],
+            name=sentence(state.config.name)[:NAME_CHARS_MAX],
             ready=state.ready,
             uplink_mb_s=state.uplink_mb_s,
             step_s=state.step_s,

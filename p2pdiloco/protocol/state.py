@@ -14,8 +14,9 @@ from p2pdiloco.protocol.actions import Action, Note, Send
 from p2pdiloco.protocol.ledger import Ledger
 from p2pdiloco.protocol.lineage import Signer
 from p2pdiloco.protocol.membership import Membership
-from p2pdiloco.protocol.naming import PeerId
+from p2pdiloco.protocol.naming import PeerId, sentence
 from p2pdiloco.protocol.pacing import Clocks, SyncTimes
+from p2pdiloco.protocol.pauses import Pauses
 from p2pdiloco.protocol.register import Register
 from p2pdiloco.protocol.wire import Committed, Message
 
@@ -24,6 +25,11 @@ ROUNDS_KEPT = 20
 STRIKE_S = 30.0
 """A peer whose bytes were wrong is left alone for this long, doubled with each further strike."""
 STRIKE_MAX_S = 3600.0
+REFUSALS_KEPT = 64
+"""Reasons that are counted one by one: they may hold text of peers, who must not fill our memory.
+The rarest are counted together.
+"""
+OTHER_REASONS = "other reasons"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +97,7 @@ class NodeState:
     learner_alive: bool = False
     settling: bool = False
     gone: bool = False
-    strikes: dict[PeerId, tuple[int, float]] = field(default_factory=dict)
+    strikes: Pauses = field(default_factory=lambda: Pauses(STRIKE_S, STRIKE_MAX_S))
     out: list[Action] = field(default_factory=list)
 
     @property
@@ -109,16 +115,22 @@ class NodeState:
         self.do(Note(text))
 
     def refuse(self, reason: str, peer: PeerId | None = None) -> None:
-        """Counts a refusal; with `peer`, holds it against that peer."""
+        """Counts a refusal; with `peer`, holds it against that peer, which is then left alone."""
+        reason = sentence(reason)
+        if reason not in self.refusals and len(self.refusals) >= REFUSALS_KEPT:
+            rarest = min(
+                (r for r in self.refusals if r != OTHER_REASONS),
+                key=lambda r: (self.refusals[r], r),
+            )
+            self.refusals[OTHER_REASONS] += self.refusals.pop(rarest)
         self.refusals[reason] += 1
-        if peer:
-            count = self.strikes.get(peer, (0, 0.0))[0] + 1
-            pause_s = min(STRIKE_S * 2.0 ** (count - 1), STRIKE_MAX_S)
-            self.strikes[peer] = (count, self.now + pause_s)
+        if peer and self.cooled_down(peer):
+            pause_s = self.strikes.begin(peer, self.now)
             self.note(f"{peer[-8:]} is left alone for {pause_s:.0f} s: {reason}")
 
     def cooled_down(self, peer: PeerId) -> bool:
-        return self.strikes.get(peer, (0, 0.0))[1] <= self.now
+        """Whether the peer is not being left alone for something wrong that it sent."""
+        return self.strikes.over(peer, self.now)
 
     @property
     def ready(self) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from p2pdiloco.protocol import contributor, events, pacing
 from p2pdiloco.protocol.actions import CommitRecord, DropRound, MergeRound, PullContribution
 from p2pdiloco.protocol.lineage import CONTRIBUTORS_MAX, Contributor, Record, Refused
-from p2pdiloco.protocol.naming import PeerId, RoundId
+from p2pdiloco.protocol.naming import PeerId, RoundId, sentence
 from p2pdiloco.protocol.register import Register
 from p2pdiloco.protocol.round import GATHER_MIN_S, PULL_MIN_S, Pulled, Round, Stage
 from p2pdiloco.protocol.state import NodeState, RoundOutcome
@@ -145,7 +145,7 @@ class Synchronizer:
         register = self.node.registers[report.round.fragment]
         round_ = register.round
         if not round_ or round_.id != report.round:
-            self.node.refusals["a report for no open round"] += 1
+            self.node.refuse("a report for no open round")
             return
         if round_.report(peer, report, self.node.now):
             quorum_s = self.node.now - round_.opened
@@ -201,7 +201,7 @@ class Synchronizer:
             self.node.refuse(event.reason, event.peer)
         round_ = self.node.registers[event.round.fragment].round
         if round_ and round_.id == event.round:
-            round_.pull_failed(event.peer, event.reason[:200])
+            round_.pull_failed(event.peer, sentence(event.reason))
 
     def _merge_when_pulled(self, register: Register, round_: Round) -> None:
         open_pulls = round_.pulls_open()
@@ -243,7 +243,7 @@ class Synchronizer:
             attempt=round_.id.attempt,
             tokens_total=(chain.head.tokens_total if chain.head else 0)
             + sum(part.tokens for part in parts),
-            reason=round_.reason[:200],
+            reason=sentence(round_.reason),
             synchronizer=node.me,
         ).signed(node.signer)
         register.round = None

@@ -13,16 +13,19 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from p2pdiloco.errors import PeerError
 from p2pdiloco.protocol.lineage import Record
-from p2pdiloco.protocol.naming import Count, Digest, PeerText, RoundId, Seconds, Sentence
+from p2pdiloco.protocol.naming import Count, Digest, PeerText, RoundId, Seconds, Sentence, sentence
 
 PROTOCOL_VERSION = 1
 MESSAGE_BYTES_MAX = 64 * 1024
-"""A heartbeat of a run with 1,000 fragments and `SIGHTINGS_MAX` sightings fits."""
+"""A heartbeat of a run with `FRAGMENTS_MAX` fragments and `SIGHTINGS_MAX` sightings fits."""
 SIGHTINGS_MAX = 64
 """Liveness news that one heartbeat passes on: in a swarm of 1,000 each member is named by some
 heartbeat within seconds.
 """
-FRAGMENTS_MAX = 1024
+FRAGMENTS_MAX = 400
+"""Their heads and counters must fit into a heartbeat."""
+NAME_CHARS_MAX = 64
+NodeName = Annotated[str, Field(max_length=NAME_CHARS_MAX, pattern=r"^\P{Cc}*$")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,7 @@ class Heartbeat:
     protocol_version: Count
     incarnation: Count
     sequence: Count
-    name: Annotated[str, Field(max_length=64)]
+    name: NodeName
     ready: bool
     uplink_mb_s: Seconds
     step_s: Seconds
@@ -70,14 +73,14 @@ class Heartbeat:
     sightings: Annotated[tuple[Sighting, ...], Field(max_length=SIGHTINGS_MAX)]
     kind: Literal["heartbeat"] = "heartbeat"
 
-
-@dataclass(frozen=True, slots=True)
-class RoundOpened:
     @property
     def number(self) -> tuple[int, int]:
         """Grows with each heartbeat of a node, across its restarts."""
         return self.incarnation, self.sequence
 
+
+@dataclass(frozen=True, slots=True)
+class RoundOpened:
     """The synchronizer asks for outer gradients against the version with digest `parent`."""
 
     round: RoundId
@@ -138,6 +141,6 @@ def unpack(data: bytes | memoryview) -> Message:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise PeerError(f"a malformed message: {where}: {first['msg']}") from error
+        raise PeerError(sentence(f"a malformed message: {where}: {first['msg']}")) from error
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
-        raise PeerError(f"not a message: {error!r}") from error
+        raise PeerError(f"not a message: {type(error).__name__}") from error
