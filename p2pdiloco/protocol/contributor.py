@@ -10,6 +10,7 @@ A fragment has at most one offer, for the newest round that asked:
 from p2pdiloco.protocol import events
 from p2pdiloco.protocol.actions import DropContribution, InstallFragment, PrepareContribution
 from p2pdiloco.protocol.ledger import BRANCH, NOT_ASKED
+from p2pdiloco.protocol.lineage import Record
 from p2pdiloco.protocol.naming import PeerId, RoundId, sentence
 from p2pdiloco.protocol.register import Offer, Register
 from p2pdiloco.protocol.state import NodeState
@@ -130,20 +131,31 @@ def version_reached(node: NodeState, register: Register) -> None:
     learner receives it.
     """
     if register.chain and register.chain.head:
-        head = register.chain.head
-        node.ledger.revise(register.index, head.version, head.tokens_of(node.me))
+        _revise(node, register, register.chain.head)
     if register.offer and register.offer.round.version <= register.version:
         node.do(DropContribution(register.index))
 
 
 def lineage_changed(node: NodeState, register: Register) -> None:
-    """After a fork: what was merged on the losing branch is lost, and the page says so."""
-    chain = register.chain
+    """After a fork: what was merged on the losing branch is lost, and the page says so. An outer
+    gradient that lies ready there is of no use here.
+    """
+    chain, offer = register.chain, register.offer
     assert chain
+    if offer:
+        node.do(DropContribution(register.index))
+        if offer.round.version - 1 != register.installed:
+            register.offer = None
     for version in range(chain.base + 1, chain.version + 1):
         record = chain.record(version)
         assert record
-        node.ledger.revise(register.index, version, record.tokens_of(node.me))
+        _revise(node, register, record)
+
+
+def _revise(node: NodeState, register: Register, record: Record) -> None:
+    """What the record says of us; tokens that are still pending are settled on receipt."""
+    if register.installed is None or record.version != register.installed + 1:
+        node.ledger.revise(register.index, record.version, record.tokens_of(node.me))
 
 
 def branch_lost(node: NodeState, register: Register, first: int, last: int) -> None:
@@ -160,7 +172,9 @@ def branch_lost(node: NodeState, register: Register, first: int, last: int) -> N
 
 def _settle(node: NodeState, register: Register, version: int, otherwise: str) -> None:
     record = register.chain.record(version) if register.chain else None
-    offer, register.offer = register.offer, None
+    offer = register.offer
+    if offer and offer.round.version <= version:
+        register.offer = None
     offered = offer.tokens if offer and offer.round.version == version else 0
     refusal = record.refusal_of(node.me) if record else None
     node.ledger.settle(
@@ -171,5 +185,5 @@ def _settle(node: NodeState, register: Register, version: int, otherwise: str) -
         kind="rejected" if offered and record else "lost",
         reason=(refusal or NOT_IN_TIME) if offered and record else otherwise,
     )
-    if offer and (not record or offer.round.version > version):
+    if offer and not register.offer and not record:
         node.do(DropContribution(register.index))

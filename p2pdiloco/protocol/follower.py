@@ -15,7 +15,7 @@ from p2pdiloco.protocol.membership import ALL_TO_ALL_MAX
 from p2pdiloco.protocol.naming import PeerId
 from p2pdiloco.protocol.register import Pursuit, Register
 from p2pdiloco.protocol.state import NodeState
-from p2pdiloco.protocol.synchronizer import Synchronizer, remember
+from p2pdiloco.protocol.synchronizer import Synchronizer, line_of, remember
 from p2pdiloco.protocol.transfer import adopted_chain, plan_catch_up
 from p2pdiloco.protocol.wire import Committed, Heartbeat
 
@@ -199,10 +199,11 @@ class Follower:
             register.chain.append(event.record)
             node.merges += 1
             contributor.version_reached(node, register)
-            remember(node, event.record, "merged", event.record.reason, None)
+            remember(node, event.record, None)
         register.failures = 0
         if event.version == pursuit.target:
             register.pursuit = None
+            node.note(_arrival(register, pursuit))
             register.due_since = None
             self.install(register)
 
@@ -240,3 +241,12 @@ class Follower:
         pause_s = min(RETRY_S * 2.0 ** (register.failures - 1), RETRY_MAX_S)
         register.retry_at = self.node.now + pause_s
         self.node.note(f"fragment {register.index}: {reason}; next try in {pause_s:.1f} s")
+
+
+def _arrival(register: Register, pursuit: Pursuit) -> str:
+    """How a pursuit ended, in one line for the log."""
+    records, snapshot = pursuit.catch_up.records, pursuit.catch_up.snapshot
+    if snapshot is None and len(records) == 1:
+        return line_of(records[0])
+    start = f"a snapshot of v{snapshot.version} and " if snapshot else ""
+    return f"fragment {register.index} v{register.version}: reached by {start}{len(records)} merges"

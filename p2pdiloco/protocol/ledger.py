@@ -91,6 +91,8 @@ class Ledger:
         self._processed = 0
         self._recent: list[dict[int, Settlement]] = [{} for _ in range(num_fragments)]
         self._old = Settlement()
+        self._forgotten = [0] * num_fragments
+        """Newest version of each fragment whose settlement is only a part of `_old` any more."""
 
     def step(self, fragment: int, tokens: int) -> None:
         self.pending[fragment] += tokens
@@ -108,10 +110,16 @@ class Ledger:
         self._forget(fragment)
 
     def revise(self, fragment: int, version: int, merged: int) -> None:
-        """The lineage says now that `merged` of our tokens are in this version; no-op if none were
-        settled for it.
+        """The lineage says now that `merged` of our tokens are in this version, for which nothing
+        is pending.
+
+        Those that were never settled were processed in an earlier life, after its last save.
         """
-        settlement = self._recent[fragment].get(version)
+        recent = self._recent[fragment]
+        if merged and version not in recent and version > self._forgotten[fragment]:
+            recent[version] = Settlement()
+            self._forget(fragment)
+        settlement = recent.get(version)
         if settlement and merged != settlement.merged:
             self._processed += settlement.revise(merged)
 
@@ -130,7 +138,8 @@ class Ledger:
     def _forget(self, fragment: int) -> None:
         recent = self._recent[fragment]
         while len(recent) > RECORDS_KEPT:
-            old = recent.pop(min(recent))
+            self._forgotten[fragment] = min(recent)
+            old = recent.pop(self._forgotten[fragment])
             self._old.tokens += old.tokens
             self._old.merged += old.merged
             self._old.fates.update(old.fates)
@@ -140,6 +149,7 @@ class Ledger:
         return {
             "processed": self._processed,
             "pending": list(self.pending),
+            "forgotten": list(self._forgotten),
             "old": _saved(self._old),
             "recent": [
                 {str(version): _saved(s) for version, s in recent.items()}
@@ -153,6 +163,7 @@ class Ledger:
         ledger = cls(len(saved["pending"]))
         ledger._processed = int(saved["processed"])
         ledger.pending = [int(tokens) for tokens in saved["pending"]]
+        ledger._forgotten = [int(version) for version in saved["forgotten"]]
         ledger._old = _loaded(saved["old"])
         ledger._recent = [
             {int(version): _loaded(s) for version, s in recent.items()}

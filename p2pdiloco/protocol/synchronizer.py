@@ -253,7 +253,8 @@ class Synchronizer:
     def _commit(self, register: Register, record: Record, duration_s: float) -> None:
         node = self.node
         node.do(CommitRecord(record))
-        remember(node, record, "merged", record.reason, duration_s)
+        remember(node, record, duration_s)
+        node.note(line_of(record))
         for peer in node.membership.audience(node.now, node.rng):
             node.send(peer, Committed(record))
         assert register.chain
@@ -282,10 +283,8 @@ class Synchronizer:
         self.node.note(f"{round_.id} is given up: {reason}")
 
 
-def remember(
-    node: NodeState, record: Record, outcome: str, reason: str, duration_s: float | None
-) -> None:
-    """Puts a committed round on the page, and one line into the log."""
+def remember(node: NodeState, record: Record, duration_s: float | None) -> None:
+    """Puts a committed round on the page."""
     contributors = tuple(c.peer for c in record.contributors)
     node.rounds.append(
         RoundOutcome(
@@ -295,13 +294,17 @@ def remember(
             record.attempt,
             record.synchronizer,
             contributors,
-            outcome,
-            reason,
+            "merged",
+            record.reason,
             node.now,
             duration_s,
         )
     )
-    node.note(
-        f"fragment {record.fragment} v{record.version}: {len(contributors)} merged by "
-        f"{record.synchronizer[-8:]} (term {record.term}.{record.attempt}): {reason}"
+
+
+def line_of(record: Record) -> str:
+    """A merge in one line, for the log."""
+    return (
+        f"fragment {record.fragment} v{record.version}: {len(record.contributors)} merged by "
+        f"{record.synchronizer[-8:]} (term {record.term}.{record.attempt}): {record.reason}"
     )

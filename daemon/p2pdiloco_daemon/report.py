@@ -1,0 +1,313 @@
+"""Puts together what the page, the JSON and the metrics say, from the parts that know it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.metadata import version
+
+from p2pdiloco.protocol.membership import Member
+from p2pdiloco.protocol.node import Node
+from p2pdiloco.protocol.register import Register
+from p2pdiloco.protocol.state import Condition
+from p2pdiloco.protocol.wire import PROTOCOL_VERSION
+from p2pdiloco.spec import RunSpec
+from p2pdiloco_bootstrap.serving import Traffic
+from p2pdiloco_daemon import learner as learners
+from p2pdiloco_daemon.holdings import Holdings
+from p2pdiloco_daemon.lag import LagMonitor
+from p2pdiloco_daemon.node import NodeShell
+from p2pdiloco_daemon.status import view
+from p2pdiloco_daemon.status.curve import Curve
+
+DIGEST_SHOWN = 12
+
+
+@dataclass
+class LearnerReport:
+    """What the learner's events add up to."""
+
+    state: view.LearnerState = view.LearnerState.STARTING
+    step: int = 0
+    loss: float | None = None
+    held_out_loss: float | None = None
+    device: str | None = None
+    num_parameters: int | None = None
+    compute_s: float = 0.0
+    stall_s: float = 0.0
+    restarts: int = 0
+    last_error: str | None = None
+    paused: bool = False
+    losses: Curve = field(default_factory=Curve)
+    held_out: Curve = field(default_factory=Curve)
+
+    def take(self, event: learners.LearnerEvent) -> None:
+        match event:
+            case learners.Ready():
+                self.state, self.step = view.LearnerState.WAITING, event.step
+                self.device, self.num_parameters = event.device, event.num_parameters
+            case learners.StepsDone():
+                self.state, self.step = view.LearnerState.TRAINING, event.step
+                self.compute_s += event.step_s
+                self.stall_s += event.stall_s
+                self.loss = _smoothed(self.loss, event.loss)
+                self.losses.add(event.step, event.loss)
+            case learners.Evaluated():
+                self.held_out_loss = event.loss
+                self.held_out.add(event.step, event.loss)
+            case learners.Died():
+                self.state, self.last_error = view.LearnerState.RESTARTING, event.reason
+                self.restarts += 1
+            case learners.CheckpointFailed():
+                self.last_error = event.reason
+            case _:
+                pass
+
+    @property
+    def stall_share(self) -> float:
+        total_s = self.compute_s + self.stall_s
+        return self.stall_s / total_s if total_s else 0.0
+
+
+def _smoothed(before: float | None, sample: float) -> float:
+    return sample if before is None else 0.9 * before + 0.1 * sample
+
+
+@dataclass
+class Reporter:
+    """`started` and `now` are monotonic seconds."""
+
+    spec: RunSpec
+    run_id: str
+    started: float
+    now: Callable[[], float]
+    node: Node
+    shell: NodeShell
+    holdings: Holdings
+    traffic: Traffic
+    lag: LagMonitor
+    learner: LearnerReport
+    network_sentence: Callable[[], str | None]
+    """Why the network does not work, if it does not."""
+    page_url: str | None = None
+    stopping: bool = False
+
+    def status(self) -> view.Status:
+        state = self.node.state
+        synchronizer, term, attempt = state.post(state.registers[0])
+        return view.Status(
+            protocol_version=PROTOCOL_VERSION,
+            app_version=version("p2pdiloco"),
+            peer_id=state.me,
+            node_name=state.config.name,
+            run=view.Run(id=self.run_id, name=self.spec.name),
+            state=self._state(),
+            sentence=self._sentence(),
+            uptime_s=self.now() - self.started,
+            page_url=self.page_url,
+            learner=self._learner(),
+            loss_curve=self.learner.losses.points(),
+            held_out_curve=self.learner.held_out.points(),
+            tokens=self._tokens(),
+            merges_total=state.merges,
+            first_merge_s=self._first_merge_s(),
+            term=term,
+            attempt=attempt,
+            synchronizer=view.Synchronizer(peer=synchronizer, is_self=synchronizer == state.me)
+            if synchronizer
+            else None,
+            rounds=self._rounds(),
+            fragments=[self._fragment(register) for register in state.registers],
+            members=self._members(),
+            traffic=self._traffic(),
+            loop_lag=view.LoopLag(
+                p50_ms=self.lag.percentile_ms(0.5),
+                p99_ms=self.lag.percentile_ms(0.99),
+                max_ms=self.lag.percentile_ms(1.0),
+            ),
+            refusals=dict(state.refusals),
+            checkpoint=self._checkpoint(),
+            events=[
+                view.Event(seconds_ago=self.now() - at, text=text)
+                for at, text in reversed(self.shell.notes)
+            ],
+        )
+
+    # ---------------------------------------------------------------- in one word, in one sentence
+
+    def _state(self) -> view.NodeState:
+        if self.stopping:
+            return view.NodeState.STOPPING
+        if self.node.is_settled:
+            return view.NodeState.SETTLED
+        by_condition = {
+            Condition.FETCHING: view.NodeState.FETCHING,
+            Condition.TRAINING: view.NodeState.TRAINING,
+            Condition.ISOLATED: view.NodeState.ISOLATED,
+            Condition.SETTLED: view.NodeState.TRAINING,
+            Condition.LEFT: view.NodeState.STOPPING,
+        }
+        return by_condition[self.node.condition]
+
+    def _sentence(self) -> str:
+        what = self._what()
+        if problem := self.network_sentence():
+            what += f" {problem}."
+        if self.holdings.store_error:
+            what += " Training goes on, but the checkpoint cannot be written: "
+            what += f"{self.holdings.store_error}"
+        return what
+
+    def _what(self) -> str:
+        state = self.node.state
+        held = sum(r.chain is not None for r in state.registers)
+        others = len(state.membership.ready(state.now))
+        swarm = f"{others} other{'s' if others != 1 else ''}"
+        match self._state():
+            case view.NodeState.STOPPING:
+                return "Leaving: saving and saying goodbye."
+            case view.NodeState.SETTLED:
+                return "Training has stopped, as asked; everything that was merged has arrived."
+            case view.NodeState.FETCHING:
+                return f"Fetching the model: {held} of {len(state.registers)} fragments are here."
+            case view.NodeState.ISOLATED:
+                return (
+                    "No other node can be reached: training locally, merging only with itself, "
+                    "and looking for the others."
+                )
+            case _:
+                pass
+        if not state.learner_alive or self.learner.state is not view.LearnerState.TRAINING:
+            return f"Waiting for the learner to start, in a swarm with {swarm}."
+        post = state.post(state.registers[0])[0]
+        role = "and is the synchronizer" if post == state.me else "and contributes its progress"
+        return f"Training with {swarm}; this node learns {role}."
+
+    # ---------------------------------------------------------------- the parts
+
+    def _learner(self) -> view.Learner:
+        state, learner = self.node.state, self.learner
+        return view.Learner(
+            state=view.LearnerState.PAUSED if learner.paused else learner.state,
+            step=learner.step,
+            tokens_per_s=state.tokens_per_s or None,
+            step_s=state.step_s or None,
+            loss=learner.loss,
+            held_out_loss=learner.held_out_loss,
+            device=learner.device,
+            num_parameters=learner.num_parameters,
+            stall_share=learner.stall_share,
+            restarts=learner.restarts,
+            last_error=learner.last_error,
+        )
+
+    def _tokens(self) -> view.TokenLedger:
+        totals = self.node.state.ledger.totals()
+        return view.TokenLedger(
+            processed=totals.processed,
+            merged=totals.merged,
+            pending=totals.pending,
+            rejected=totals.rejected,
+            lost=totals.lost,
+        )
+
+    def _first_merge_s(self) -> float | None:
+        at = self.shell.first_merge_at
+        return at - self.started if at is not None else None
+
+    def _rounds(self) -> list[view.Round]:
+        return [
+            view.Round(
+                fragment=r.fragment,
+                version=r.version,
+                term=r.term,
+                attempt=r.attempt,
+                synchronizer=r.synchronizer,
+                contributors=list(r.contributors),
+                outcome=r.outcome,
+                reason=r.reason,
+                seconds_ago=self.now() - r.at,
+                duration_s=r.duration_s,
+            )
+            for r in reversed(self.node.state.rounds)
+        ]
+
+    def _fragment(self, register: Register) -> view.Fragment:
+        held = self.holdings.replica.state(register.index)
+        head = register.chain.head if register.chain else None
+        return view.Fragment(
+            index=register.index,
+            version=register.version,
+            head_version=max(register.newest_seen, register.version),
+            state=_sync_state(register),
+            num_values=self.holdings.replica.fragments[register.index].size,
+            digest=held.digest[:DIGEST_SHOWN] if held else None,
+            record_digest=head.digest[:DIGEST_SHOWN] if head else None,
+            local_steps=register.steps,
+        )
+
+    def _members(self) -> list[view.Member]:
+        state = self.node.state
+        posts = {state.post(register)[0] for register in state.registers}
+        me = view.Member(
+            peer=state.me,
+            name=state.config.name,
+            is_self=True,
+            ready=state.ready,
+            versions_behind=sum(
+                max(0, r.newest_seen - r.version) for r in state.registers if r.chain
+            ),
+            step_s=state.step_s or None,
+            tokens_per_s=state.tokens_per_s or None,
+            last_heard_s=0.0,
+            is_synchronizer=state.me in posts,
+        )
+        known = sorted(state.membership.members.items())
+        return [me, *(self._member(m, peer in posts) for peer, m in known)]
+
+    def _member(self, member: Member, is_synchronizer: bool) -> view.Member:
+        state, heartbeat = self.node.state, member.heartbeat
+        donors = state.config.genesis_donors
+        heard = self.now() - member.last_news
+        behind = None
+        if heartbeat:
+            heads = zip(state.registers, heartbeat.heads, strict=True)
+            behind = sum(max(0, r.newest_seen - head.version) for r, head in heads)
+        return view.Member(
+            peer=member.peer,
+            name=heartbeat.name if heartbeat else "",
+            alive=member.alive(state.now) or (member.peer in donors and heartbeat is None),
+            ready=bool(heartbeat and heartbeat.ready),
+            role=view.Role.BOOTSTRAP if member.peer in donors else view.Role.LEARNER,
+            versions_behind=behind,
+            step_s=heartbeat.step_s or None if heartbeat else None,
+            tokens_per_s=heartbeat.tokens_per_s or None if heartbeat else None,
+            last_heard_s=heard if heard < float("inf") else None,
+            is_synchronizer=is_synchronizer,
+        )
+
+    def _traffic(self) -> view.Traffic:
+        up, down = self.traffic.up, self.traffic.down
+        return view.Traffic(
+            sent_bytes=up.total(),
+            received_bytes=down.total(),
+            by_kind={
+                kind: view.ByteCount(sent_bytes=up[kind], received_bytes=down[kind])
+                for kind in sorted(up.keys() | down.keys())
+            },
+        )
+
+    def _checkpoint(self) -> view.Checkpoint:
+        saved_at = self.holdings.saved_at
+        return view.Checkpoint(
+            last_saved_s_ago=self.now() - saved_at if saved_at is not None else None,
+            error=self.holdings.store_error,
+            bytes_on_disk=self.holdings.bytes_on_disk,
+        )
+
+
+def _sync_state(register: Register) -> view.FragmentSync:
+    if register.distrusted:
+        return view.FragmentSync.DIVERGED
+    if register.chain is None:
+        return view.FragmentSync.FETCHING if register.busy else view.FragmentSync.EMPTY
+    behind = register.newest_seen > register.version
+    return view.FragmentSync.BEHIND if behind else view.FragmentSync.IN_SYNC
