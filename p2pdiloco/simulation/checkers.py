@@ -1,0 +1,339 @@
+"""The promises, looked at after every event. A broken one names the seed.
+
+Each was seen to bite: `tests/simulation/test_checkers.py` plants bugs in the core and says which
+promise notices.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from p2pdiloco.protocol import actions, events
+from p2pdiloco.protocol.follower import PURSUITS_MAX
+from p2pdiloco.protocol.ledger import Totals
+from p2pdiloco.protocol.lineage import RECORDS_KEPT, Contributor, Record
+from p2pdiloco.protocol.naming import PeerId
+from p2pdiloco.protocol.node import Node
+from p2pdiloco.protocol.pauses import PAUSES_MAX
+from p2pdiloco.protocol.state import REFUSALS_KEPT, ROUNDS_KEPT
+from p2pdiloco.simulation.machine import Contribution, Machine, State
+
+if TYPE_CHECKING:
+    from p2pdiloco.simulation.world import World
+
+OWN_REASONS_MAX = 8
+"""Reasons that the node counts in its own words, beside those that quote a peer."""
+PACE = 0.85
+"""Share of its usual steps that a learner takes at least when nothing goes wrong; its pace varies
+by a tenth.
+"""
+
+
+class PromiseBroken(AssertionError):
+    """What was promised, when and where it was broken, and how to see it again."""
+
+    def __init__(self, world: World, who: str, what: str):
+        super().__init__(
+            f"seed {world.seed}, {world.now:.3f} s, {who}: {what}. "
+            f"See it again: python -m p2pdiloco.simulation {world.seed}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Stand:
+    """Where a machine stood with a fragment when it was last looked at."""
+
+    weight: tuple[int, int]
+    version: int
+    digest: str
+
+
+class Checkers:
+    def __init__(self, world: World):
+        self.world = world
+        self.merges: Counter[PeerId] = Counter()
+        """Commits by synchronizer."""
+        self.last_merge: dict[int, float] = {}
+        self.forks = 0
+        self._children: dict[tuple[int, str], str] = {}
+        self._states: dict[tuple[int, int, str], str] = {}
+        self._stands: dict[tuple[PeerId, int], _Stand] = {}
+        self._fences: dict[tuple[PeerId, int, str], tuple[int, int]] = {}
+
+    def broken(self, who: str, what: str) -> PromiseBroken:
+        return PromiseBroken(self.world, who, what)
+
+    # ---------------------------------------------------------------- what machines are about to do
+
+    def started(self, machine: Machine) -> None:
+        """The disk may be behind what the memory was: a restart begins from there."""
+        for p in range(len(machine.replica)):
+            self._stands.pop((machine.name, p), None)
+        for key in [key for key in self._fences if key[0] == machine.name]:
+            del self._fences[key]
+        for p, state in enumerate(machine.replica):
+            if state:
+                self._same_state(machine, p, state)
+
+    def before_actions(
+        self, machine: Machine, event: events.Event, wanted: Sequence[actions.Action]
+    ) -> None:
+        assert machine.node
+        for action in wanted:
+            if isinstance(action, actions.PrepareContribution):
+                self._fence_holds(machine, action)
+            elif isinstance(action, actions.CatchUp):
+                self._one_catch_up(machine, action.fragment)
+
+    def _fence_holds(self, machine: Machine, action: actions.PrepareContribution) -> None:
+        """A round with an older (term, attempt) than one that was joined gets no contribution."""
+        assert machine.node
+        chain = machine.node.state.registers[action.round.fragment].chain
+        assert chain
+        key = (machine.name, action.round.fragment, chain.digest)
+        newest = self._fences.get(key, (0, 0))
+        if action.round.fence < newest:
+            raise self.broken(
+                machine.name, f"it contributes to {action.round}, but has seen the fence {newest}"
+            )
+        self._fences[key] = action.round.fence
+
+    def _one_catch_up(self, machine: Machine, fragment: int) -> None:
+        if machine.catching_up.get(fragment):
+            raise self.broken(machine.name, f"two catch-ups of fragment {fragment} at once")
+
+    def installing(
+        self, machine: Machine, fragment: int, version: int, state: State | None
+    ) -> None:
+        """The learner receives what the replica holds, and nothing twice: that would throw away
+        its steps.
+        """
+        learner = machine.learner
+        if state is None or state.version != version:
+            raise self.broken(
+                machine.name, f"installs v{version} of fragment {fragment}, the replica has {state}"
+            )
+        if not learner.alive:
+            raise self.broken(machine.name, "installs into a learner that is not running")
+        if learner.waiting.get(fragment, learner.held[fragment]) == state:
+            raise self.broken(machine.name, f"installs fragment {fragment} v{version} twice")
+
+    def merging(
+        self,
+        machine: Machine,
+        state: State,
+        merged: Sequence[Contribution],
+        parts: Sequence[Contributor],
+    ) -> None:
+        """Outer gradients are merged into the state that they were taken against, with their own
+        counters.
+        """
+        for contribution, part in zip(merged, parts, strict=True):
+            if contribution.base != state.digest:
+                raise self.broken(
+                    machine.name,
+                    f"{contribution.round}: the outer gradient of {part.peer} was made against "
+                    f"another state than v{state.version} here",
+                )
+            if (contribution.tokens, contribution.steps) != (part.tokens, part.steps):
+                raise self.broken(machine.name, f"{contribution.round}: wrong counters in {part}")
+
+    def committing(self, machine: Machine, record: Record) -> None:
+        self.merges[machine.name] += 1
+        self.last_merge[record.fragment] = self.world.now
+        known = self._children.setdefault((record.fragment, record.parent), record.digest)
+        self.forks += known != record.digest
+        if len(record.contributors) < self.world.swarm.quorum:
+            raise self.broken(machine.name, f"{record} has fewer contributors than the quorum")
+        names = [contributor.peer for contributor in record.contributors]
+        if len(names) != len(set(names)):
+            raise self.broken(machine.name, f"{record} counts a contributor twice")
+
+    # ---------------------------------------------------------------- after every event
+
+    def after(self, machine: Machine, event: events.Event) -> None:
+        node = machine.node
+        if not node or node.state.gone:
+            return
+        for p in range(len(machine.replica)):
+            self._lineage(machine, node, p)
+        self._ledger(machine, node)
+        self._bounds(machine, node)
+        self._learner_goes_on(machine)
+
+    def _lineage(self, machine: Machine, node: Node, fragment: int) -> None:
+        """Versions go back only towards a heavier lineage; equal heads mean equal states."""
+        register = node.state.registers[fragment]
+        chain, key = register.chain, (machine.name, fragment)
+        before = self._stands.get(key)
+        if chain is None:
+            if before or machine.replica[fragment]:
+                raise self.broken(machine.name, f"fragment {fragment} was forgotten")
+            return
+        digest = chain.digest
+        if before and before.digest == digest:
+            return
+        state = machine.replica[fragment]
+        if state is None or state.version != chain.version:
+            raise self.broken(machine.name, f"chain at v{chain.version}, replica at {state}")
+        self._same_state(machine, fragment, state)
+        if before and not self._grew_from(before, chain.head):
+            target = register.pursuit.lineage[-1].weight if register.pursuit else chain.weight
+            if max(target, chain.weight) <= before.weight and not register.distrusted:
+                raise self.broken(
+                    machine.name,
+                    f"fragment {fragment} went from v{before.version} to v{chain.version} of a "
+                    f"lineage that is not heavier",
+                )
+        self._stands[key] = _Stand(chain.weight, chain.version, digest)
+
+    def _grew_from(self, before: _Stand, head: Record | None) -> bool:
+        while head and head.version > before.version:
+            if head.parent == before.digest:
+                return True
+            head = self.world.records.get(head.parent)
+        return False
+
+    def _same_state(self, machine: Machine, fragment: int, state: State) -> None:
+        assert machine.node
+        chain = machine.node.state.registers[fragment].chain
+        assert chain
+        key = (fragment, chain.version, chain.digest)
+        known = self._states.setdefault(key, state.digest)
+        if known != state.digest:
+            raise self.broken(
+                machine.name,
+                f"fragment {fragment} v{chain.version}: the same record, another state",
+            )
+
+    def _ledger(self, machine: Machine, node: Node) -> None:
+        """Every token that the learner processed has one fate per fragment."""
+        totals = node.state.ledger.totals()
+        fates = (*totals.rejected.values(), *totals.lost.values(), totals.merged, totals.pending)
+        if not totals.adds_up or min(fates) < 0:
+            raise self.broken(machine.name, f"the ledger does not add up: {totals}")
+        own = machine.tokens_this_life * len(machine.replica) + machine.processed_before
+        if totals.processed < own:
+            raise self.broken(machine.name, f"{own} tokens processed, the ledger says {totals}")
+
+    def _bounds(self, machine: Machine, node: Node) -> None:
+        state = node.state
+        open_rounds = sum(r.round is not None for r in state.registers)
+        bounds = {
+            "open rounds": (open_rounds, self.world.swarm.overlap_steps),
+            "catch-ups and questions": (sum(r.busy for r in state.registers), PURSUITS_MAX),
+            "rounds remembered": (len(state.rounds), ROUNDS_KEPT),
+            "members": (len(state.membership.members), len(self.world.machines)),
+            "strikes": (len(state.strikes), PAUSES_MAX),
+            "reasons of refusals": (len(state.refusals), REFUSALS_KEPT + OWN_REASONS_MAX),
+            "records": (
+                max(len(r.chain.records) if r.chain else 0 for r in state.registers),
+                RECORDS_KEPT,
+            ),
+            "outer gradients": (len(machine.shelf), len(machine.replica)),
+            "rounds with pulled outer gradients": (len(machine.pulled), open_rounds),
+        }
+        for what, (count, most) in bounds.items():
+            if count > most:
+                raise self.broken(machine.name, f"{count} {what}, at most {most} were promised")
+
+    def _learner_goes_on(self, machine: Machine) -> None:
+        learner = machine.learner
+        if learner.stepping and self.world.now > learner.next_boundary + 1e-6:
+            raise self.broken(machine.name, f"the learner waits ({learner.next_boundary:.3f} s)")
+
+    # ---------------------------------------------------------------- at times
+
+    def heads(self, fragment: int) -> dict[PeerId, str]:
+        """Digest of the head at each machine that is up."""
+        return {
+            m.name: chain.digest
+            if m.node and (chain := m.node.state.registers[fragment].chain)
+            else "none"
+            for m in self.world.up
+        }
+
+    def one_lineage(self) -> None:
+        """The heads of each fragment lie on one chain."""
+        for p in range(self.world.swarm.num_fragments):
+            chains = [m.node.state.registers[p].chain for m in self.world.up if m.node]
+            if not all(chains):
+                raise self.broken("swarm", f"fragment {p} is still missing somewhere")
+            newest = max((c for c in chains if c), key=lambda c: c.weight)
+            on_it = {record.digest for record in self.chain_of(newest.head)} | {newest.base_digest}
+            on_it.add(self.genesis_parent(newest.head))
+            off = [m for m, head in self.heads(p).items() if head not in on_it]
+            if off:
+                raise self.broken("swarm", f"fragment {p}: {off} stand on another lineage")
+
+    def one_head(self) -> None:
+        """Everybody settled on the same heads."""
+        for p in range(self.world.swarm.num_fragments):
+            heads = self.heads(p)
+            if len(set(heads.values())) > 1:
+                raise self.broken("swarm", f"fragment {p}: different heads {heads}")
+        for machine in self.world.up:
+            if machine.node and not machine.node.is_settled:
+                raise self.broken(machine.name, "it does not settle")
+
+    def merged_since(self, since: float) -> None:
+        """Every fragment was merged again after that moment."""
+        for p in range(self.world.swarm.num_fragments):
+            if self.last_merge.get(p, 0.0) <= since:
+                raise self.broken("swarm", f"fragment {p} was not merged since {since:.1f} s")
+
+    def count_steps(self) -> dict[PeerId, int]:
+        return {m.name: m.learner.steps_total for m in self.world.up}
+
+    def kept_pace(self, before: dict[PeerId, int], passed_s: float) -> None:
+        """No learner waited for anything while `passed_s` went by since `before` was counted."""
+        for name, steps in before.items():
+            learner = self.world.machines[name].learner
+            usual = passed_s / (learner.step_s * learner.slowdown)
+            if learner.steps_total - steps < PACE * usual - 1:
+                raise self.broken(
+                    name, f"{learner.steps_total - steps} steps instead of about {usual:.0f}"
+                )
+
+    def chain_of(self, head: Record | None) -> list[Record]:
+        """Newest first, down to version 1."""
+        chain = []
+        while head:
+            chain.append(head)
+            head = self.world.records.get(head.parent)
+        return chain
+
+    def genesis_parent(self, head: Record | None) -> str:
+        chain = self.chain_of(head)
+        return chain[-1].parent if chain else ""
+
+    def ledgers_meet_lineages(self) -> None:
+        """What each living node calls merged is what the records from version 1 on say of it; the
+        records add up to `tokens_total`.
+        """
+        merged: Counter[PeerId] = Counter()
+        for p in range(self.world.swarm.num_fragments):
+            heads = [m.node.state.registers[p].chain for m in self.world.up if m.node]
+            head = max((c for c in heads if c), key=lambda c: c.weight).head
+            chain = self.chain_of(head)
+            if head and sum(r.tokens for r in chain) != head.tokens_total:
+                raise self.broken("swarm", f"fragment {p}: tokens_total of {head} does not add up")
+            for record in chain:
+                for contributor in record.contributors:
+                    merged[contributor.peer] += contributor.tokens
+        for machine in self.world.up:
+            totals = self.totals(machine)
+            if totals.merged != merged[machine.name]:
+                raise self.broken(
+                    machine.name,
+                    f"the records say that {merged[machine.name]} of its tokens are merged, "
+                    f"its ledger says {totals}",
+                )
+
+    @staticmethod
+    def totals(machine: Machine) -> Totals:
+        assert machine.node
+        return machine.node.state.ledger.totals()

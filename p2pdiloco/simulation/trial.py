@@ -1,0 +1,56 @@
+"""One trial: a swarm with faults drawn from a seed, then calm, then everybody settles; all promises
+are looked at.
+"""
+
+import random
+from collections.abc import Callable
+
+from p2pdiloco.simulation.faults import draw_schedule, inflict
+from p2pdiloco.simulation.world import Swarm, World
+
+FAULTS_BEGIN_S = 8.0
+FAULTS_END_S = 45.0
+CONVERGE_S = 30.0
+"""After the last fault, all living nodes are on one lineage within this."""
+PROGRESS_S = 45.0
+"""After the last fault, each fragment is merged again within this: the patience that passes over a
+useless synchronizer, a round, and the time to notice who is back.
+"""
+SETTLE_S = 15.0
+
+
+def run_trial(seed: int, trace: Callable[[float, str, str], None] | None = None) -> World:
+    """Raises PromiseBroken; returns the world at the end."""
+    rng = random.Random(seed)
+    swarm = Swarm(
+        num_machines=rng.randint(4, 6),
+        num_fragments=rng.randint(2, 4),
+        inner_steps=rng.choice((6, 10)),
+        overlap_steps=rng.choice((1, 2, 3)),
+        quorum=rng.choice((1, 1, 2)),
+        term_merges=rng.choice((1, 4)),
+    )
+    world = World(seed, swarm, trace)
+    world.start_all(spread_s=rng.choice((0.5, 6.0)))
+    num_faults = rng.randint(3, 8)
+    names = list(world.machines)
+    schedule = draw_schedule(rng, names, FAULTS_BEGIN_S, FAULTS_END_S, num_faults)
+    calm_from = inflict(world, schedule)
+    world.run(until=calm_from)
+    finish(world)
+    return world
+
+
+def finish(world: World) -> None:
+    """From now on nothing goes wrong any more: what must hold afterwards."""
+    calm_from = world.now
+    world.run(until=calm_from + CONVERGE_S)
+    world.checkers.one_lineage()
+    steps = world.checkers.count_steps()
+    world.run(until=calm_from + PROGRESS_S)
+    world.checkers.merged_since(calm_from)
+    world.checkers.kept_pace(steps, PROGRESS_S - CONVERGE_S)
+    world.settle()
+    world.run(until=calm_from + PROGRESS_S + SETTLE_S)
+    world.checkers.one_head()
+    world.checkers.ledgers_meet_lineages()
