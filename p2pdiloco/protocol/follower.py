@@ -128,6 +128,7 @@ class Follower:
                 event.snapshots,
                 node.config.genesis_digests[register.index],
                 register.index,
+                replay=register.failures == 0,
             )
         except PeerError as error:
             self._failed(register, str(error))

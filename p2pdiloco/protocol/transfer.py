@@ -18,20 +18,22 @@ def plan_catch_up(
     snapshots: Sequence[SnapshotInfo],
     genesis_digest: str,
     fragment: int,
+    replay: bool = True,
 ) -> Plan | None:
     """None when the donor has nothing newer. `records` are checked, contiguous and ascending.
 
-    A node that stands on the donor's lineage replays merges. One that does not, or holds nothing,
-    or is older than the donor's oldest snapshot, before which donors keep no payloads, loads the
+    A node that stands on the donor's lineage replays merges, which are a tenth of a state. One that
+    does not, or holds nothing, or found that the payloads are gone (`replay` is False), loads the
     newest snapshot whose digest a record of that lineage (or the run spec, for version 0) vouches
     for. Raises PeerError if there is none.
     """
     if chain and (not records or records[-1].weight <= chain.weight):
         return None
-    oldest = min((s.version for s in snapshots), default=0)
-    if chain and chain.version >= oldest and chain.common_version(records) == chain.version:
-        return None, tuple(r for r in records if r.version > chain.version)
     vouched = [s for s in snapshots if _vouched(s, records, genesis_digest)]
+    if chain and chain.common_version(records) == chain.version:
+        vouched = [s for s in vouched if s.version > chain.version]
+        if replay or not vouched:
+            return None, tuple(r for r in records if r.version > chain.version)
     if not vouched:
         raise PeerError(
             f"fragment {fragment}: the donor offers no snapshot that its {len(records)} records "
