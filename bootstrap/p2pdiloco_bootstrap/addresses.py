@@ -23,12 +23,9 @@ _CIRCUIT = "/p2p-circuit"
 
 @dataclass(frozen=True, slots=True)
 class RawMultiaddr:
-    """Encoded here; hivemind only ever calls `to_bytes`."""
+    """An address in the binary form of multiaddr."""
 
     encoded: bytes
-
-    def to_bytes(self) -> bytes:
-        return self.encoded
 
 
 def split_peer(address: str) -> tuple[str, str]:

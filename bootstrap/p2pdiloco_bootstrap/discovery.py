@@ -9,6 +9,7 @@ the key inside the peer id; every DHT node checks that before it stores or belie
 """
 
 import asyncio
+import logging
 import statistics
 import struct
 import time
@@ -31,6 +32,8 @@ with warnings.catch_warnings():
 if TYPE_CHECKING:
     from p2pdiloco_bootstrap.host import Host
 
+log = logging.getLogger(__name__)
+
 NUM_SHARDS = 16
 """Keys per run. A thousand members are then 62 records or 25 KB per key, one small answer each."""
 
@@ -40,6 +43,8 @@ without goodbye is forgotten in ten minutes."""
 
 RECORD_LIFETIME_S_MAX = 7200.0
 """Nobody stores a record that expires later: memory of strangers must end."""
+
+ANNOUNCE_RETRY_S = 5.0
 
 RECORD_BYTES_MAX = 4096
 """Content and signature. Sixteen addresses and some roles have about 1,500."""
@@ -113,6 +118,23 @@ class Discovery:
                     self._key(_shard_of(peer)), content, now + lifetime_s, subkey=peer
                 )
             )
+
+    async def keep_announced(self, roles: Sequence[str] = ()) -> None:
+        """Renews our record for ever, and says when our clock is not that of the others."""
+        said = None
+        while True:
+            stored = False
+            try:
+                stored = await self.announce(roles)
+                offset = await self.clock_offset()
+            except OSError as error:  # the DHT is slow, or p2pd is gone, which `Host.watch` tells
+                log.warning("cannot renew our record in the DHT: %s", error or "no answer in time")
+            else:
+                problem = offset and offset.problem()
+                if problem and problem != said:
+                    log.warning("%s", problem)
+                said = problem
+            await asyncio.sleep(RECORD_LIFETIME_S / 2 if stored else ANNOUNCE_RETRY_S)
 
     async def members(self) -> tuple[Member, ...]:
         """Everyone with an unexpired record, ourselves included, in order of peer id.

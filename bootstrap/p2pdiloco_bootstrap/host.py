@@ -9,12 +9,11 @@ and in `discovery.py`.
 import asyncio
 import errno
 import logging
-import re
 import socket
 import tempfile
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,17 +24,19 @@ from aiohttp import web
 
 from p2pdiloco.errors import UserError
 from p2pdiloco_bootstrap import addresses as multiaddrs
+from p2pdiloco_bootstrap.control import CONTROL_TIMEOUT_S, Control, Stream
 from p2pdiloco_bootstrap.discovery import MemberRecords
 from p2pdiloco_bootstrap.identity import Identity
+from p2pdiloco_bootstrap.neighbours import BootstrapStatus, Neighbours
 from p2pdiloco_bootstrap.p2pd import NetworkDaemon, running_p2pd
 from p2pdiloco_bootstrap.serving import MAX_REQUESTS, MAX_REQUESTS_PER_PEER, current_sender
-from p2pdiloco_bootstrap.streams import Stream, StreamConnector, attach
+from p2pdiloco_bootstrap.streams import StreamConnector, attach
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # importing hivemind runs deprecated parts of torch
     from hivemind.dht.node import DHTNode
     from hivemind.dht.routing import DHTID
-    from hivemind.p2p import P2P, P2PDaemonError, P2PHandlerError, PeerID
+    from hivemind.p2p import P2P, P2PDaemonError, P2PHandlerError
     from hivemind.utils.logging import use_hivemind_log_handler
     from hivemind.utils.multiaddr import Multiaddr
 
@@ -46,17 +47,11 @@ HTTP_PROTOCOL = "/p2pdiloco/http/1"
 CONNECT_TIMEOUT_S = 8.0
 """For a dial of all of a peer's addresses at once, relayed ones included."""
 
-CONTROL_TIMEOUT_S = 5.0
-"""For p2pd to answer a question about itself; it takes a millisecond."""
-
 CLOSE_TIMEOUT_S = 2.0
 """For each step of leaving."""
 
 DHT_WAIT_S = 0.5
 """For a DHT peer to answer. With hivemind's 3 s a store beside one hung peer took 6 s."""
-
-BOOTSTRAP_RETRY_S = (2.0, 60.0)
-"""First and longest pause between attempts to reach a bootstrap peer; it doubles."""
 
 ADDRESS_BOOK_PEERS = 4096
 """Peers whose addresses we remember; those not heard of for longest go first."""
@@ -86,39 +81,33 @@ class HostOptions:
     """Multiaddrs to tell others instead of what p2pd finds out, as behind a forwarded port."""
 
 
-@dataclass(frozen=True, slots=True)
-class BootstrapStatus:
-    """Whether a bootstrap peer was reached, and if not, why each address failed."""
-
-    peer: str
-    connected: bool
-    reasons: tuple[tuple[str, str], ...]
-    """(address, why) of the last attempt; empty when connected."""
-
-    def sentence(self) -> str:
-        if self.connected:
-            return f"connected to bootstrap peer {self.peer}"
-        tried = ", ".join(f"{address}: {why}" for address, why in self.reasons) or "not tried yet"
-        return f"cannot reach bootstrap peer {self.peer} ({tried}); trying again"
-
-
 class Host:
     """A running host; made by `open_host`."""
 
     def __init__(
-        self, identity: Identity, options: HostOptions, daemon: NetworkDaemon, p2p: Any, dht: Any
+        self,
+        identity: Identity,
+        options: HostOptions,
+        daemon: NetworkDaemon,
+        control: Control,
+        p2p: Any,
+        dht: Any,
     ) -> None:
         self.identity = identity
         self.dht = dht
         """hivemind's DHTNode."""
         self._options = options
         self._daemon = daemon
+        self._control = control
         self._p2p = p2p
-        self._session = aiohttp.ClientSession(connector=StreamConnector(self._open_stream))
+        self._session = aiohttp.ClientSession(
+            connector=StreamConnector(self._open_stream),
+            cookie_jar=aiohttp.DummyCookieJar(),  # peers leave nothing with us
+            auto_decompress=False,  # nor do they choose how big an answer grows
+        )
         self._address_book: OrderedDict[str, tuple[str, ...]] = OrderedDict()
-        self._bootstraps = {
-            peer: BootstrapStatus(peer, False, ()) for peer in _by_peer(options.bootstraps)
-        }
+        bootstraps = _by_peer(options.bootstraps)
+        self._neighbours = Neighbours(bootstraps, control, self.connect, dht)
 
     @property
     def peer_id(self) -> str:
@@ -137,26 +126,18 @@ class Host:
         if self._options.announced:
             found = list(self._options.announced)
         else:
-            async with asyncio.timeout(CONTROL_TIMEOUT_S):
-                _, raw = await _translated(self._p2p._client.identify())
-            found = [text for addr in raw if (text := multiaddrs.decode(addr.to_bytes()))]
+            found = await self._control.addresses()
         elsewhere = [address for address in found if not multiaddrs.is_loopback(address)]
         ordered = sorted(elsewhere or found, key=lambda address: "/p2p-circuit" in address)
         return [f"{address}/p2p/{self.peer_id}" for address in ordered]
 
     async def connections(self) -> dict[str, tuple[str, ...]]:
         """Peers we are connected to now, with the addresses in use."""
-        async with asyncio.timeout(CONTROL_TIMEOUT_S):
-            peers = await _translated(self._p2p.list_peers())
-        return {
-            peer.peer_id.to_base58(): tuple(
-                text for addr in peer.addrs if (text := multiaddrs.decode(addr.to_bytes()))
-            )
-            for peer in peers
-        }
+        return await self._control.connections()
 
     def bootstraps(self) -> tuple[BootstrapStatus, ...]:
-        return tuple(self._bootstraps.values())
+        """Which bootstrap peers we are connected to, and why not the others."""
+        return self._neighbours.statuses()
 
     def remember(self, peer: str, addresses: Sequence[str]) -> None:
         """Keeps addresses (with or without `/p2p/PEER`) to dial `peer` when a request needs it."""
@@ -176,7 +157,7 @@ class Host:
                 encoded.append(multiaddrs.encode(address))
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                await _translated(self._p2p._client.connect(PeerID.from_base58(peer), encoded))
+                await self._control.connect(peer, encoded)
         except TimeoutError:
             raise ConnectionError(f"no answer within {CONNECT_TIMEOUT_S:.0f} s") from None
 
@@ -222,56 +203,12 @@ class Host:
     async def _open_stream(self, peer: str) -> Stream:
         """A stream to the peer's application; ConnectionError tells why there is none."""
         try:
-            return await self._call(peer)
+            return await self._control.open_stream(peer, HTTP_PROTOCOL)
         except ConnectionError:
             if peer not in self._address_book:
                 raise
         await self.connect(peer)
-        return await self._call(peer)
-
-    async def _call(self, peer: str) -> Stream:
-        peer_id = PeerID.from_base58(peer)
-        _, reader, writer = await _translated(
-            self._p2p.call_binary_stream_handler(peer_id, HTTP_PROTOCOL)
-        )
-        return reader, writer
-
-    async def _tend_bootstraps(self) -> None:
-        """Connects to bootstrap peers again whenever one is not connected, with growing pauses."""
-        pause, longest = BOOTSTRAP_RETRY_S
-        while True:
-            try:
-                connected = await self.connections()
-                missing = [peer for peer in self._bootstraps if peer not in connected]
-                for peer in self._bootstraps:
-                    if peer in connected:
-                        self._bootstraps[peer] = BootstrapStatus(peer, True, ())
-                await self._reach_bootstraps(missing)
-            except OSError as error:  # p2pd hangs or is gone, which `watch` reports
-                log.debug("cannot look after bootstrap peers: %s", error)
-            done = all(status.connected for status in self._bootstraps.values())
-            pause = longest if done else min(2 * pause, longest)
-            await asyncio.sleep(pause)
-
-    async def _reach_bootstraps(self, peers: Iterable[str]) -> None:
-        async with asyncio.TaskGroup() as group:
-            for peer in peers:
-                group.create_task(self._reach_bootstrap(peer))
-
-    async def _reach_bootstrap(self, peer: str) -> None:
-        before = self._bootstraps[peer]
-        known = _by_peer(self._options.bootstraps)[peer]
-        try:
-            await self.connect(peer, known)
-        except ConnectionError as error:
-            reasons = _reasons(str(error), known, dict(before.reasons))
-            status = BootstrapStatus(peer, False, tuple(reasons.items()))
-        else:
-            status = BootstrapStatus(peer, True, ())
-            await self.dht.protocol.call_ping(PeerID.from_base58(peer))
-        self._bootstraps[peer] = status
-        if status.connected != before.connected or not before.reasons:
-            log.log(logging.INFO if status.connected else logging.WARNING, status.sentence())
+        return await self._control.open_stream(peer, HTTP_PROTOCOL)
 
     async def _close(self) -> None:
         with suppress(TimeoutError):
@@ -288,15 +225,16 @@ async def open_host(options: HostOptions) -> AsyncIterator[Host]:
     _by_peer(options.bootstraps)
     use_hivemind_log_handler("nowhere")
     async with AsyncExitStack() as stack:
-        sockets = f"/unix{stack.enter_context(_socket_prefix(options.identity_path))}"
-        arguments = _p2pd_arguments(options, listen, f"{sockets}p2pd.sock")
+        sockets = stack.enter_context(_socket_prefix(options.identity_path))
+        arguments = _p2pd_arguments(options, listen, f"/unix{sockets}p2pd.sock")
         daemon = await stack.enter_async_context(running_p2pd(arguments))
         p2p = await stack.enter_async_context(_p2p_client(sockets))
         dht = await stack.enter_async_context(_dht_node(p2p, identity))
-        host = Host(identity, options, daemon, p2p, dht)
+        control = Control(f"{sockets}p2pd.sock")
+        host = Host(identity, options, daemon, control, p2p, dht)
         stack.push_async_callback(host._close)
-        await host._reach_bootstraps(list(host._bootstraps))
-        tending = asyncio.create_task(host._tend_bootstraps(), name="bootstrap peers")
+        await host._neighbours.go_round()
+        tending = asyncio.create_task(host._neighbours.tend(), name="neighbours")
         stack.push_async_callback(_cancelled, tending)
         yield host
 
@@ -332,10 +270,10 @@ async def _p2p_client(sockets: str) -> AsyncIterator[Any]:
     """hivemind's client of our p2pd, with its own socket beside p2pd's."""
 
     class LocalP2P(P2P):  # type: ignore[misc]  # hivemind has no types
-        _UNIX_SOCKET_PREFIX = sockets
+        _UNIX_SOCKET_PREFIX = f"/unix{sockets}"
 
     async with asyncio.timeout(CONTROL_TIMEOUT_S):
-        p2p = await _translated(LocalP2P.replicate(Multiaddr(f"{sockets}p2pd.sock")))
+        p2p = await _translated(LocalP2P.replicate(Multiaddr(f"/unix{sockets}p2pd.sock")))
     try:
         yield p2p
     finally:
@@ -367,8 +305,7 @@ async def _translated(call: Any) -> Any:
     try:
         return await call
     except (P2PDaemonError, P2PHandlerError, EOFError) as error:
-        text = str(error).removeprefix("Connect failed. msg=") or "p2pd is gone"
-        raise ConnectionError(text) from error
+        raise ConnectionError(str(error) or "the network process p2pd is gone") from error
 
 
 async def _cancelled(task: asyncio.Task[None]) -> None:
@@ -385,18 +322,6 @@ def _by_peer(bootstraps: Iterable[str]) -> dict[str, tuple[str, ...]]:
         transport, peer = multiaddrs.split_peer(address)
         grouped[peer] = (*grouped.get(peer, ()), transport)
     return grouped
-
-
-def _reasons(error: str, addresses: Iterable[str], before: Mapping[str, str]) -> dict[str, str]:
-    """Why each address failed, by p2pd's report; "dial backoff" stands for an older reason."""
-    reported = dict(re.findall(r"\* \[([^\]]+)\] (.+)", error))
-    reasons = {}
-    for address in addresses:
-        why = reported.get(address) or error.splitlines()[0]
-        if why == "dial backoff":
-            why = before.get(address, why)
-        reasons[address] = why.rpartition("connect: ")[2]
-    return reasons
 
 
 def _check_port_is_free(host: str, port: int) -> None:

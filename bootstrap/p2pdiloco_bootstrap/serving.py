@@ -47,6 +47,8 @@ class Traffic:
 
     up: Counter[str] = field(default_factory=Counter)
     down: Counter[str] = field(default_factory=Counter)
+    refused_messages: int = 0
+    """Messages from peers that were wrong, and answered so."""
 
 
 def sender() -> str:

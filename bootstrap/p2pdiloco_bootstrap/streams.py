@@ -13,9 +13,8 @@ import aiohttp
 from aiohttp.client_proto import ResponseHandler
 from yarl import URL
 
+from p2pdiloco_bootstrap.control import Stream
 from p2pdiloco_bootstrap.identity import base58_decode, base58_encode
-
-Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 OPEN_TIMEOUT_S = 10.0
 """For a stream to a peer to open where the request sets no `sock_connect`: a direct dial takes two

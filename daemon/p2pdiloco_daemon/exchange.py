@@ -1,0 +1,392 @@
+"""The client half of what peers say and hand to each other; `p2pdiloco_bootstrap.shelf` serves.
+
+Every call ends: it has a limit for connecting, for silence and for size. What fails because a peer
+is dead, slow, busy or has not got it raises an `ExchangeError` (an OSError: try again or another);
+what a peer does against the protocol raises PeerError.
+
+ExchangeError
+├── Unreachable   no connection, or it broke, or nobody spoke in time
+├── Refused       answered no: `status` and the peer's words
+│   └── Busy      503: the same again in a second
+└── FetchFailed   none of several donors; `reasons` of each, and the `liars` among them
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import aiohttp
+from yarl import URL
+
+from p2pdiloco.errors import PayloadError, PeerError
+from p2pdiloco_bootstrap.serving import Traffic
+from p2pdiloco_bootstrap.shelf import (
+    MESSAGE_BYTES_MAX,
+    RECORDS_BYTES_MAX,
+    STEPS_HEADER,
+    TOKENS_HEADER,
+    Contribution,
+    RecordsPage,
+    contribution_path,
+)
+from p2pdiloco_bootstrap.streams import peer_url
+from p2pdiloco_daemon.fetch import CHUNK_BYTES, Gathered, NotGathered, gather_chunks
+
+CONNECT_TIMEOUT_S = 8.0
+"""A relayed connection takes seconds; a hung peer never answers."""
+
+MESSAGE_TIMEOUT_S = 8.0
+"""In all, connecting included. The protocol repeats what matters."""
+
+IDLE_TIMEOUT_S = 10.0
+"""Without one byte."""
+
+BYTES_PER_S_MIN = 8 * 1024
+"""A whole answer may take a minute and its size at this rate; who drips slower is given up."""
+
+SPEC_BYTES_MAX = 1 << 20
+
+_ANSWER_BYTES_MAX = 200
+"""Of a peer's words that we repeat."""
+
+_COUNTER_MAX = 2**50
+
+Check = Callable[[bytearray, str], object]
+"""(all bytes, expected digest); PeerError where they do not belong together. Runs in a thread."""
+
+
+class ExchangeError(ConnectionError):
+    """Got nothing from a peer; see the module's tree."""
+
+
+class Unreachable(ExchangeError):
+    """A connection that cannot be made, broke, or is silent."""
+
+
+class Refused(ExchangeError):
+    """The peer answered, with a refusal."""
+
+    def __init__(self, peer: str, status: int, words: str) -> None:
+        super().__init__(f"{peer} refused: {status} {words}")
+        self.status = status
+
+
+class Busy(Refused):
+    """The peer has too much to do just now."""
+
+
+class FetchFailed(ExchangeError):
+    """No donor gave the bytes wanted."""
+
+    def __init__(self, path: str, reasons: Mapping[str, str], liars: Sequence[str]) -> None:
+        told = "; ".join(f"{donor}: {why}" for donor, why in reasons.items())
+        super().__init__(f"none of {len(reasons)} donors gave {path}: {told}")
+        self.reasons = dict(reasons)
+        self.liars = tuple(liars)
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """Checked bytes, and how they came."""
+
+    data: bytearray
+    bytes_by_donor: Mapping[str, int]
+    liars: tuple[str, ...]
+    """Donors that sent other bytes than these under this digest."""
+
+
+def check_payload(data: bytearray, digest: str) -> None:
+    """PayloadError unless `digest` is the blake2b-256 of the bytes, in hex."""
+    got = blake2b(data, digest_size=32).hexdigest()
+    if got != digest:
+        raise PayloadError(f"expected bytes with digest {digest}, got {got}")
+
+
+class Exchange:
+    """Asks peers, over the session of a host; `url` says where a peer's paths are."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        traffic: Traffic,
+        url: Callable[[str, str], URL] = peer_url,
+    ) -> None:
+        self._session = session
+        self._traffic = traffic
+        self._url = url
+
+    async def send(self, peer: str, message: bytes) -> None:
+        """Delivers a message into the peer's inbox; returns when it lies there."""
+        if len(message) > MESSAGE_BYTES_MAX:
+            raise ValueError(f"a message has at most {MESSAGE_BYTES_MAX} bytes, got {len(message)}")
+        timeout = aiohttp.ClientTimeout(total=MESSAGE_TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S)
+        url = self._url(peer, "/v1/message")
+        async with (
+            _asking(peer),
+            self._session.post(
+                url, data=message, timeout=timeout, allow_redirects=False
+            ) as response,
+        ):
+            await _require_success(peer, response)
+        self._traffic.up["message"] += len(message)
+
+    async def spec(self, peer: str) -> bytes:
+        """The signed run spec, unverified."""
+        return bytes(await self.get(peer, "/v1/spec", SPEC_BYTES_MAX))
+
+    async def records(self, peer: str, fragment: int, since: int) -> RecordsPage:
+        """The peer's merge records of the fragment after version `since`, unverified."""
+        path = f"/v1/records/{fragment}"
+        query = {"since": str(since)}
+        data, _ = await self._get(peer, path, RECORDS_BYTES_MAX, IDLE_TIMEOUT_S, query)
+        return RecordsPage.unpack(data)
+
+    async def pull_contribution(
+        self, peer: str, fragment: int, version: int, term: int, attempt: int, max_bytes: int
+    ) -> Contribution:
+        """The peer's outer gradient for that round, of at most `max_bytes`."""
+        path = contribution_path(fragment, version, term, attempt)
+        data, headers = await self._get(peer, path, max_bytes, IDLE_TIMEOUT_S)
+        steps, tokens = (_counter(headers, name) for name in (STEPS_HEADER, TOKENS_HEADER))
+        return Contribution(steps, tokens, data)
+
+    async def get(
+        self, peer: str, path: str, max_bytes: int, idle_timeout_s: float = IDLE_TIMEOUT_S
+    ) -> bytearray:
+        """The body at `path`, whose size the peer announces; PeerError above `max_bytes`."""
+        data, _ = await self._get(peer, path, max_bytes, idle_timeout_s)
+        return data
+
+    async def fetch(
+        self,
+        donors: Sequence[str],
+        path: str,
+        num_bytes: int,
+        digest: str,
+        *,
+        check: Check = check_payload,
+        idle_timeout_s: float = IDLE_TIMEOUT_S,
+    ) -> Fetched:
+        """The `num_bytes` at `path` from several donors at once, checked; else FetchFailed.
+
+        If what they gave together is wrong, each is asked for all of it, one after the other.
+        """
+        if not donors:
+            raise FetchFailed(path, {}, ())
+        attempt = _Attempt(self, path, num_bytes, digest, check, idle_timeout_s)
+        return await attempt.run(donors)
+
+    async def fetch_chunk(
+        self,
+        donor: str,
+        path: str,
+        start: int,
+        total_bytes: int,
+        place: memoryview,
+        idle_timeout_s: float,
+        progress: Callable[[], None],
+    ) -> None:
+        """Bytes `start`... of the `total_bytes` at `path`, as many as `place` takes."""
+        stop = start + len(place)
+        asked = {"Range": f"bytes={start}-{stop - 1}"}
+        timeout = _timeout(len(place), idle_timeout_s)
+        url = self._url(donor, path)
+        try:
+            async with (
+                _asking(donor),
+                self._session.get(
+                    url, headers=asked, timeout=timeout, allow_redirects=False
+                ) as response,
+            ):
+                await _require_success(donor, response)
+                got = response.headers.get("Content-Range")
+                if got != f"bytes {start}-{stop - 1}/{total_bytes}":
+                    raise PeerError(
+                        f"{donor} was asked for bytes {start}-{stop - 1} of {total_bytes}, "
+                        f"sent {str(got)[:60]}"
+                    )
+                await self._receive(donor, response, place, _kind(path), progress)
+        except Busy:
+            raise
+        except Refused as error:  # it has not got it: asking this donor again is of no use
+            raise PeerError(str(error)) from error
+
+    async def _get(
+        self,
+        peer: str,
+        path: str,
+        max_bytes: int,
+        idle_timeout_s: float,
+        query: Mapping[str, str] | None = None,
+    ) -> tuple[bytearray, Mapping[str, str]]:
+        timeout = _timeout(max_bytes, idle_timeout_s)
+        url = self._url(peer, path)
+        async with (
+            _asking(peer),
+            self._session.get(
+                url, params=query, timeout=timeout, allow_redirects=False
+            ) as response,
+        ):
+            await _require_success(peer, response)
+            size = response.content_length
+            if size is None or size > max_bytes:
+                raise PeerError(
+                    f"{peer} announces {size} bytes for {path}, at most {max_bytes} fit"
+                )
+            data = bytearray(size)
+            await self._receive(peer, response, memoryview(data), _kind(path))
+            return data, response.headers
+
+    async def _receive(
+        self,
+        peer: str,
+        response: aiohttp.ClientResponse,
+        place: memoryview,
+        kind: str,
+        progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Fills `place` exactly, without ever holding more than one piece beside it."""
+        offset = 0
+        async for piece in response.content.iter_any():
+            if offset + len(piece) > len(place):
+                raise PeerError(f"{peer} sends more than the {len(place)} bytes it announced")
+            place[offset : offset + len(piece)] = piece
+            offset += len(piece)
+            self._traffic.down[kind] += len(piece)
+            progress()
+        if offset != len(place):
+            raise Unreachable(f"{peer} broke off after {offset} of {len(place)} bytes")
+
+
+class _Attempt:
+    """One `fetch`."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        path: str,
+        num_bytes: int,
+        digest: str,
+        check: Check,
+        idle_timeout_s: float,
+    ) -> None:
+        self._exchange = exchange
+        self._path = path
+        self._num_bytes = num_bytes
+        self._digest = digest
+        self._check = check
+        self._idle_timeout_s = idle_timeout_s
+        self._reasons: dict[str, str] = {}
+        self._liars: list[str] = []
+
+    async def run(self, donors: Sequence[str]) -> Fetched:
+        together = await self._gather(donors)
+        if together is None:
+            raise self._failed()
+        if await self._is_good(together):
+            return self._fetched(together)
+        for donor in dict.fromkeys(donors):
+            if donor in self._liars:
+                continue
+            alone = await self._gather([donor])
+            if alone and await self._is_good(alone):
+                for liar in await asyncio.to_thread(_differing_donors, together, alone):
+                    self._accuse(liar)
+                return self._fetched(alone)
+        raise self._failed()
+
+    async def _gather(self, donors: Sequence[str]) -> Gathered | None:
+        try:
+            return await gather_chunks(donors, self._num_bytes, self._fetch_chunk)
+        except NotGathered as error:
+            self._reasons |= error.reasons
+            return None
+
+    async def _fetch_chunk(
+        self, donor: str, start: int, place: memoryview, progress: Callable[[], None]
+    ) -> None:
+        await self._exchange.fetch_chunk(
+            donor, self._path, start, self._num_bytes, place, self._idle_timeout_s, progress
+        )
+
+    async def _is_good(self, gathered: Gathered) -> bool:
+        try:
+            await asyncio.to_thread(self._check, gathered.data, self._digest)
+        except PeerError as error:
+            givers = set(gathered.donor_of_chunk)
+            if len(givers) == 1:
+                self._accuse(*givers)
+                self._reasons[gathered.donor_of_chunk[0]] = str(error)
+            return False
+        return True
+
+    def _accuse(self, donor: str) -> None:
+        if donor not in self._liars:
+            self._liars.append(donor)
+            self._reasons.setdefault(donor, "sent wrong bytes")
+
+    def _failed(self) -> FetchFailed:
+        return FetchFailed(self._path, self._reasons, self._liars)
+
+    def _fetched(self, gathered: Gathered) -> Fetched:
+        by_donor: dict[str, int] = {}
+        for chunk, donor in enumerate(gathered.donor_of_chunk):
+            size = min(CHUNK_BYTES, self._num_bytes - chunk * CHUNK_BYTES)
+            by_donor[donor] = by_donor.get(donor, 0) + size
+        return Fetched(gathered.data, by_donor, tuple(self._liars))
+
+
+def _differing_donors(suspect: Gathered, good: Gathered) -> list[str]:
+    """Who sent a chunk that is not the good one."""
+    return [
+        donor
+        for chunk, donor in enumerate(suspect.donor_of_chunk)
+        if suspect.data[(part := _part(chunk))] != good.data[part]
+    ]
+
+
+def _part(chunk: int) -> slice:
+    return slice(chunk * CHUNK_BYTES, (chunk + 1) * CHUNK_BYTES)
+
+
+@asynccontextmanager
+async def _asking(peer: str) -> AsyncIterator[None]:
+    """What aiohttp raises about a connection, as Unreachable."""
+    try:
+        yield
+    except ExchangeError:
+        raise
+    except TimeoutError as error:
+        raise Unreachable(f"{peer} is silent") from error
+    except (aiohttp.ClientError, OSError) as error:
+        raise Unreachable(f"{peer}: {str(error) or type(error).__name__}") from error
+
+
+async def _require_success(peer: str, response: aiohttp.ClientResponse) -> None:
+    if response.status < 300:
+        return
+    words = (await response.content.read(_ANSWER_BYTES_MAX)).decode(errors="replace")
+    kind = Busy if response.status == 503 else Refused
+    raise kind(peer, response.status, words)
+
+
+def _timeout(num_bytes: int, idle_timeout_s: float) -> aiohttp.ClientTimeout:
+    return aiohttp.ClientTimeout(
+        total=60.0 + num_bytes / BYTES_PER_S_MIN,
+        sock_connect=CONNECT_TIMEOUT_S,
+        sock_read=idle_timeout_s,
+    )
+
+
+def _kind(path: str) -> str:
+    """ "/v1/merge/3/..." -> "merge"."""
+    return path.split("/")[2]
+
+
+def _counter(headers: Mapping[str, str], name: str) -> int:
+    text = headers.get(name, "")
+    if text.isascii() and text.isdigit() and len(text) <= 16 and int(text) <= _COUNTER_MAX:
+        return int(text)
+    raise PeerError(f"expected a counter in the header {name}, got {text[:40]!r}")
