@@ -41,7 +41,7 @@ def test_the_peer_is_split_off() -> None:
     "text", ["", DIRECT, f"/p2p/{PEER[:-1]}", f"/ip4/nonsense/tcp/1/p2p/{PEER}", "192.0.2.7:7441"]
 )
 def test_other_text_is_refused_with_an_example(text: str) -> None:
-    with pytest.raises(UserError, match="/ip4/192.0.2.7/tcp/7441"):
+    with pytest.raises(UserError, match=r"/ip4/192\.0\.2\.7/tcp/7441"):
         split_peer(text)
 
 
