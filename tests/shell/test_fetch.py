@@ -5,10 +5,10 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
+from virtual_clock import run_virtual
 
 from p2pdiloco.errors import PeerError
 from p2pdiloco_daemon.fetch import Gathered, NotGathered, gather_chunks
-from tests.shell.virtual_clock import run_virtual
 
 MB = 1 << 20
 DATA = bytes(range(251)) * (12 * MB // 251)

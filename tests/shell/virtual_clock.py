@@ -2,18 +2,24 @@
 
 import asyncio
 import selectors
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class _JumpingSelector(selectors.DefaultSelector):
-    """Never waits: what it would have waited is added to the clock."""
+    """Waits for busy threads only: what else it would have waited is added to the clock."""
 
     now = 0.0
+    threads_busy = 0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if self.threads_busy and timeout != 0:
+            return super().select(None)
         ready = super().select(0)
         if not ready and timeout is None:
             raise RuntimeError("deadlock: everything waits and nothing is scheduled")
@@ -23,14 +29,49 @@ class _JumpingSelector(selectors.DefaultSelector):
 
 
 class VirtualClockLoop(asyncio.SelectorEventLoop):
-    """`time()` starts at 0 and costs nothing; threads and sockets do not belong here."""
+    """`time()` starts at 0 and stands still while threads of a `CountedExecutor` work, as those of
+    the default executor; sockets do not belong here.
+    """
 
     def __init__(self) -> None:
-        self._jumping = _JumpingSelector()
-        super().__init__(self._jumping)
+        self.selector = _JumpingSelector()
+        super().__init__(self.selector)
+        self._counted = CountedExecutor(self, max_workers=4)
+        self.set_default_executor(self._counted)
 
     def time(self) -> float:
-        return self._jumping.now
+        return self.selector.now
+
+    async def shutdown_default_executor(self) -> None:
+        """asyncio's waits in a thread that nobody counts."""
+        self._counted.shutdown()
+
+
+class CountedExecutor(ThreadPoolExecutor):
+    """Threads for which a virtual clock waits. `submit` is for the loop's own thread."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, max_workers: int = 1) -> None:
+        super().__init__(max_workers)
+        assert isinstance(loop, VirtualClockLoop)
+        self._loop = loop
+
+    def submit(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        answer: Future[T] = Future()
+        self._loop.selector.threads_busy += 1
+        super().submit(self._run, answer, partial(call, *args, **kwargs))
+        return answer
+
+    def _run(self, answer: Future[T], call: Callable[[], T]) -> None:
+        """The loop hears of the answer before it hears that the thread is free."""
+        if answer.set_running_or_notify_cancel():
+            try:
+                answer.set_result(call())
+            except BaseException as error:
+                answer.set_exception(error)
+        self._loop.call_soon_threadsafe(self._finished)
+
+    def _finished(self) -> None:
+        self._loop.selector.threads_busy -= 1
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
