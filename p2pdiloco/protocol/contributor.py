@@ -7,10 +7,12 @@ A fragment has at most one offer, for the newest round that asked:
     learner receives the next version
 """
 
-from p2pdiloco.protocol import events
+from p2pdiloco.errors import PeerError
+from p2pdiloco.protocol import election, events
 from p2pdiloco.protocol.actions import DropContribution, InstallFragment, PrepareContribution
 from p2pdiloco.protocol.ledger import BRANCH, NOT_ASKED
 from p2pdiloco.protocol.lineage import Record
+from p2pdiloco.protocol.membership import MEMBERS_MAX
 from p2pdiloco.protocol.naming import PeerId, RoundId, sentence
 from p2pdiloco.protocol.register import Offer, Register
 from p2pdiloco.protocol.state import NodeState
@@ -19,19 +21,30 @@ from p2pdiloco.protocol.wire import ContributionReady, RoundDeclined, RoundOpene
 NOT_IN_TIME = "ready, but not before the round closed"
 LEARNER_DIED = "the learner died before they were merged"
 OLD_FENCE = "an old term or attempt"
+ATTEMPT_LEAP_MAX = MEMBERS_MAX
+"""An honest synchronizer passes over everybody at most; larger leaps would use the numbers up."""
 
 
-def round_opened(node: NodeState, sender: PeerId, message: RoundOpened) -> None:
-    register = node.registers[message.round.fragment]
+def round_opened(node: NodeState, sender: PeerId, message: RoundOpened) -> ContributionReady | None:
+    """Returns the report at once if the outer gradient for this round lies ready already."""
+    register, round_id = node.registers[message.round.fragment], message.round
+    if round_id.term != election.term_of(round_id.version, node.config.term_merges):
+        raise PeerError("it opened a round under a term that its version does not belong to")
+    if round_id.attempt > register.attempt_in(round_id.term) + ATTEMPT_LEAP_MAX:
+        raise PeerError("it opened a round under an attempt far ahead of any seen")
     reason = _why_not(node, register, sender, message)
+    offer = register.offer
     if reason:
-        decline(node, sender, message.round, reason)
-        return
-    register.fence = message.round.fence
-    if register.offer:
+        decline(node, sender, round_id, reason)
+        return None
+    if offer and offer.round == round_id:
+        return offer.report
+    register.fence = round_id.fence
+    if offer:
         node.do(DropContribution(register.index))
-    register.offer = Offer(message.round, sender)
+    register.offer = Offer(round_id, sender)
     prepare_if_possible(node, register)
+    return None
 
 
 def _why_not(
@@ -54,16 +67,28 @@ def _why_not(
         node.refuse(OLD_FENCE)
         return f"{OLD_FENCE}: {round_id.fence} is before {register.fence}"
     offer = register.offer
-    if offer and offer.round == round_id and offer.synchronizer != sender:
-        return f"already in this round of {offer.synchronizer[-8:]}"
+    if offer and offer.synchronizer != sender and _holds(node, offer, sender, round_id):
+        return f"already in {offer.round} of {offer.synchronizer[-8:]}"
     if not node.learner_alive:
         return "the learner is not running"
     return None
 
 
+def _holds(node: NodeState, offer: Offer, sender: PeerId, round_id: RoundId) -> bool:
+    """Whether our offer to another synchronizer stands: nobody takes it over out of turn."""
+    if offer.round == round_id:
+        return True
+    due = offer.round.version == round_id.version and node.is_alive(offer.synchronizer)
+    return due and not node.is_turn_of(sender, round_id)
+
+
 def decline(node: NodeState, synchronizer: PeerId, round_id: RoundId, reason: str) -> None:
+    register = node.registers[round_id.fragment]
     if synchronizer != node.me:
-        node.send(synchronizer, RoundDeclined(round_id, sentence(reason)))
+        attempt = register.attempt_in(round_id.term)
+        node.send(synchronizer, RoundDeclined(round_id, sentence(reason), attempt))
+    elif register.round and register.round.id == round_id:
+        register.round.decline(node.me, sentence(reason))
 
 
 def prepare_if_possible(node: NodeState, register: Register) -> None:
@@ -80,8 +105,10 @@ def prepared(node: NodeState, event: events.ContributionPrepared) -> Contributio
     offer = register.offer
     if not offer or offer.round != event.round:
         return None
-    offer.tokens = event.tokens
-    return ContributionReady(event.round, event.steps, event.tokens, event.num_bytes, node.step_s)
+    offer.report = ContributionReady(
+        event.round, event.steps, event.tokens, event.num_bytes, node.step_s
+    )
+    return offer.report
 
 
 def failed(node: NodeState, event: events.ContributionFailed) -> None:
@@ -107,7 +134,7 @@ def learner_started(node: NodeState) -> None:
 
 
 def learner_stopped(node: NodeState, reason: str) -> None:
-    node.learner_alive = False
+    node.learner_alive, node.step_s, node.tokens_per_s = False, 0.0, 0.0
     node.note(f"the learner stopped: {reason}")
     for register in node.registers:
         if register.installed is not None:

@@ -19,6 +19,8 @@ SUSPECT_MAX_S = 15.0
 FORGET_S = 600.0
 """A member that was silent for so long is no longer probed; discovery may bring it back."""
 MEMBERS_MAX = 4096
+HEARSAY_MAX = MEMBERS_MAX // 2
+"""A view so full takes in newcomers from themselves only: somebody may be making names up."""
 FANOUT = 4
 """Members that a heartbeat goes to, beside the synchronizers: news reaches n members in about
 log4(n) heartbeats.
@@ -41,17 +43,31 @@ class Member:
     left: bool = False
     heartbeat: Heartbeat | None = None
 
-    def news(self, incarnation: int, sequence: int, now: float) -> bool:
-        """Whether this is newer than anything heard of the member."""
-        if (incarnation, sequence) <= (self.incarnation, self.sequence):
+    def said(self, heartbeat: Heartbeat, now: float) -> bool:
+        """Takes in the member's own word, which overrides all gossip; False when it is old news."""
+        last = self.heartbeat
+        if last and (heartbeat.incarnation, heartbeat.sequence) <= (
+            last.incarnation,
+            last.sequence,
+        ):
             return False
+        self.left = self.left and last is not None and heartbeat.incarnation == last.incarnation
+        self.heartbeat = heartbeat
+        self._news(heartbeat.incarnation, heartbeat.sequence, now)
+        return True
+
+    def seen(self, sighting: Sighting, now: float) -> None:
+        """Takes in what another member says of this one."""
+        if (sighting.incarnation, sighting.sequence) > (self.incarnation, self.sequence):
+            self.left = self.left and sighting.incarnation == self.incarnation
+            self._news(sighting.incarnation, sighting.sequence, now)
+
+    def _news(self, incarnation: int, sequence: int, now: float) -> None:
         if self.last_news > float("-inf"):
             gap = min(now - self.last_news, SUSPECT_MAX_S)
             self.deviation_s += 0.25 * (abs(gap - self.interval_s) - self.deviation_s)
             self.interval_s += 0.125 * (gap - self.interval_s)
-        self.left = self.left and incarnation == self.incarnation
         self.incarnation, self.sequence, self.last_news = incarnation, sequence, now
-        return True
 
     @property
     def patience_s(self) -> float:
@@ -79,23 +95,20 @@ class Membership:
             return member
         if len(self.members) >= MEMBERS_MAX and not self._forget_one(now):
             return None
-        self.members[peer] = member = Member(peer, since=now)
+        member = Member(peer, since=now)
+        self.members = dict(sorted([*self.members.items(), (peer, member)]))
         return member
 
     def heard(self, peer: PeerId, heartbeat: Heartbeat, now: float) -> bool:
         """Takes in a direct heartbeat; False when it is old news."""
         member = self.meet(peer, now)
-        if not member:
+        if not member or not member.said(heartbeat, now):
             return False
-        last = member.heartbeat
-        if last and heartbeat.number <= last.number:
-            return False
-        member.news(heartbeat.incarnation, heartbeat.sequence, now)
-        member.heartbeat = heartbeat
         for sighting in heartbeat.sightings:
-            seen = self.meet(sighting.peer, now)
+            known = sighting.peer in self.members or len(self.members) < HEARSAY_MAX
+            seen = self.meet(sighting.peer, now) if known else None
             if seen:
-                seen.news(sighting.incarnation, sighting.sequence, now)
+                seen.seen(sighting, now)
         return True
 
     def left(self, peer: PeerId) -> None:
@@ -103,7 +116,7 @@ class Membership:
             self.members[peer].left = True
 
     def alive(self, now: float) -> list[Member]:
-        return [m for _, m in sorted(self.members.items()) if m.alive(now)]
+        return [m for m in self.members.values() if m.alive(now)]
 
     def is_alive(self, peer: PeerId, now: float) -> bool:
         return peer == self.me or (peer in self.members and self.members[peer].alive(now))
@@ -116,10 +129,9 @@ class Membership:
         """(peer, uplink MB/s) of all that could synchronize, alive or suspected: the order must not
         shift on a suspicion.
         """
-        known = sorted(self.members.items())
         return [
             (peer, m.heartbeat.uplink_mb_s)
-            for peer, m in known
+            for peer, m in self.members.items()
             if m.heartbeat and m.heartbeat.ready and not m.left
         ]
 
@@ -130,7 +142,7 @@ class Membership:
         alive = [m.peer for m in self.alive(now)]
         silent = [
             peer
-            for peer, m in sorted(self.members.items())
+            for peer, m in self.members.items()
             if not m.alive(now) and not m.left and now - max(m.since, m.last_news) < FORGET_S
         ]
         chosen = alive if len(alive) <= ALL_TO_ALL_MAX else rng.sample(alive, FANOUT)
@@ -152,8 +164,9 @@ class Membership:
         return old
 
     def _forget_one(self, now: float) -> bool:
-        dead = [m for m in self.members.values() if not m.alive(now)]
-        if dead:
-            oldest = min(dead, key=lambda m: (max(m.since, m.last_news), m.peer))
+        """Makes room: first the dead go, then those who never said anything themselves."""
+        idle = [m for m in self.members.values() if not m.alive(now) or not m.heartbeat]
+        if idle:
+            oldest = min(idle, key=lambda m: (m.alive(now), max(m.since, m.last_news), m.peer))
             del self.members[oldest.peer]
-        return bool(dead)
+        return bool(idle)

@@ -188,6 +188,8 @@ class Node:
 
     def _message(self, sender: PeerId, message: Message) -> None:
         """A message that breaks the protocol is refused and counted; it never raises."""
+        if sender == self.state.me:
+            return
         try:
             self._take(sender, message)
         except PeerError as error:
@@ -203,7 +205,9 @@ class Node:
                 self.follower.committed(sender, record)
             case RoundOpened():
                 _check_fragment(message.round.fragment, num)
-                contributor.round_opened(self.state, sender, message)
+                report = contributor.round_opened(self.state, sender, message)
+                if report:
+                    self.state.send(sender, report)
             case ContributionReady():
                 _check_fragment(message.round.fragment, num)
                 self.synchronizer.report(sender, message)

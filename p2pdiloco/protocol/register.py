@@ -8,16 +8,21 @@ from p2pdiloco.protocol.actions import CatchUp
 from p2pdiloco.protocol.lineage import Chain, Record
 from p2pdiloco.protocol.naming import PeerId, RoundId
 from p2pdiloco.protocol.round import Round
+from p2pdiloco.protocol.wire import ContributionReady
 
 
 @dataclass(slots=True)
 class Offer:
-    """Our part in somebody's round. `tokens` is 0 until the outer gradient lies ready."""
+    """Our part in somebody's round. `report` is None until the outer gradient lies ready."""
 
     round: RoundId
     synchronizer: PeerId
     preparing: bool = False
-    tokens: int = 0
+    report: ContributionReady | None = None
+
+    @property
+    def tokens(self) -> int:
+        return self.report.tokens if self.report else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +67,10 @@ class Register:
     @property
     def version(self) -> int:
         return self.chain.version if self.chain else -1
+
+    def attempt_in(self, term: int) -> int:
+        """The highest attempt seen in this term."""
+        return self.fence[1] if self.fence[0] == term else 0
 
     @property
     def busy(self) -> bool:

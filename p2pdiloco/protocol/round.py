@@ -71,11 +71,11 @@ class Round:
 
     def report(self, peer: PeerId, report: ContributionReady, now: float) -> bool:
         """Takes in a report; True when it is the K-th, from which the grace window counts."""
+        if peer not in self.invited:
+            return False
         if self.stage is not Stage.GATHERING:
             if peer not in self.reports:
                 self.refused[peer] = "late: the round had closed"
-            return False
-        if peer not in self.invited:
             return False
         self.reports[peer] = report
         self.refused.pop(peer, None)
@@ -88,6 +88,8 @@ class Round:
         if self.stage is Stage.GATHERING and peer in self.invited:
             self.refused[peer] = reason
             self.reports.pop(peer, None)
+            if len(self.reports) < self.quorum:
+                self.quorum_at = self.grace_until = None
 
     def decide(self, now: float) -> tuple[Sequence[PeerId] | None, str]:
         """(whom to merge, why), or (None, what the round waits for). An empty sequence gives the

@@ -14,7 +14,7 @@ from p2pdiloco.protocol.actions import Action, Note, Send
 from p2pdiloco.protocol.ledger import Ledger
 from p2pdiloco.protocol.lineage import Signer
 from p2pdiloco.protocol.membership import Membership
-from p2pdiloco.protocol.naming import PeerId, sentence
+from p2pdiloco.protocol.naming import PeerId, RoundId, sentence
 from p2pdiloco.protocol.pacing import Clocks, SyncTimes
 from p2pdiloco.protocol.pauses import Pauses
 from p2pdiloco.protocol.register import Register
@@ -160,21 +160,31 @@ class NodeState:
         order = self.candidates(term)
         if not order:
             return None, term, 0
-        seen = register.fence[1] if register.fence[0] == term else 0
+        seen = register.attempt_in(term)
         attempt = election.first_attempt(order, register.index, seen, self.is_alive)
         return election.candidate(order, register.index, attempt), term, attempt
+
+    def is_turn_of(self, peer: PeerId, round_id: RoundId) -> bool:
+        """Whether `peer` is the candidate for this attempt, as seen from here."""
+        order = self.candidates(round_id.term)
+        return bool(order) and peer == election.candidate(
+            order, round_id.fragment, round_id.attempt
+        )
 
     def local_steps(self, register: Register) -> int:
         return register.steps if register.installed == register.version else 0
 
     def all_steps(self, register: Register) -> Sequence[int]:
-        """Steps since receipt of the newest version, of every ready learner: this one first."""
+        """Steps since receipt of the newest version, of every learner that steps: this one
+        first.
+        """
         p, version = register.index, register.version
         others = (
             h.local_steps[p] if h.heads[p].version == version else 0
             for _, h in self.membership.ready(self.now)
+            if h.step_s > 0
         )
-        mine = [self.local_steps(register)] if self.learner_alive else []
+        mine = [self.local_steps(register)] if self.step_s > 0 else []
         return [*mine, *others]
 
     def tell_head(self, peer: PeerId, register: Register) -> None:

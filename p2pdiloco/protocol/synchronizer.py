@@ -123,7 +123,9 @@ class Synchronizer:
             if peer != node.me:
                 node.send(peer, message)
         if node.me in invited:
-            contributor.round_opened(node, node.me, message)
+            report = contributor.round_opened(node, node.me, message)
+            if report:
+                self.report(node.me, report)
 
     def _invited(self, register: Register) -> Sequence[PeerId]:
         node, p = self.node, register.index
@@ -158,9 +160,12 @@ class Synchronizer:
             )
 
     def declined(self, peer: PeerId, message: RoundDeclined) -> None:
-        round_ = self.node.registers[message.round.fragment].round
-        if round_ and round_.id == message.round:
+        register = self.node.registers[message.round.fragment]
+        round_ = register.round
+        if round_ and round_.id == message.round and peer in round_.invited:
             round_.decline(peer, message.reason)
+            if message.attempt <= round_.id.attempt + contributor.ATTEMPT_LEAP_MAX:
+                register.fence = max(register.fence, (round_.id.term, message.attempt))
 
     def _look_at(self, register: Register, round_: Round) -> None:
         if round_.stage is Stage.GATHERING:
@@ -224,7 +229,7 @@ class Synchronizer:
     def merged(self, event: events.RoundMerged) -> None:
         node, register = self.node, self.node.registers[event.round.fragment]
         round_, chain = register.round, register.chain
-        if not round_ or round_.id != event.round:
+        if not round_ or round_.id != event.round or round_.stage is not Stage.MERGING:
             return
         assert chain and chain.digest == round_.parent, "a round outlived its base"
         parts = self._parts(round_)

@@ -57,6 +57,7 @@ class Heartbeat:
 
     `incarnation` grows at each restart of the node, `sequence` at each heartbeat. `local_steps` are
     inner steps per fragment since it last received it: the metadata of Decoupled DiLoCo (1.3).
+    `step_s` is 0 while no learner steps.
     """
 
     run_id: Annotated[str, Field(max_length=64)]
@@ -102,10 +103,13 @@ class ContributionReady:
 
 @dataclass(frozen=True, slots=True)
 class RoundDeclined:
-    """A member will not contribute to this round, and why."""
+    """A member will not contribute to this round, and why; `attempt` is the highest that it has
+    seen in this term.
+    """
 
     round: RoundId
     reason: Sentence
+    attempt: Count = 0
     kind: Literal["round_declined"] = "round_declined"
 
 
