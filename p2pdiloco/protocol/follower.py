@@ -10,7 +10,14 @@ from collections.abc import Sequence
 from p2pdiloco.errors import PeerError
 from p2pdiloco.protocol import contributor, events
 from p2pdiloco.protocol.actions import CatchUp, FetchRecords, InstallFragment
-from p2pdiloco.protocol.lineage import RECORDS_KEPT, Record, Verdict, check_links, check_record
+from p2pdiloco.protocol.lineage import (
+    RECORDS_KEPT,
+    Chain,
+    Record,
+    Verdict,
+    check_links,
+    check_record,
+)
 from p2pdiloco.protocol.membership import ALL_TO_ALL_MAX
 from p2pdiloco.protocol.naming import PeerId
 from p2pdiloco.protocol.register import Pursuit, Register
@@ -215,9 +222,8 @@ class Follower:
         register.chain = adopted_chain(before, pursuit.lineage, version, genesis)
         register.fence = (0, 0)
         register.distrusted = False
-        if before:
-            common = before.common_version(pursuit.lineage)
-            first = before.base + 1 if common is None else common + 1
+        if before and pursuit.lineage:
+            first = _first_lost(before, pursuit.lineage)
             if first <= before.version:
                 contributor.branch_lost(node, register, first, before.version)
         contributor.lineage_changed(node, register)
@@ -242,6 +248,14 @@ class Follower:
         pause_s = min(RETRY_S * 2.0 ** (register.failures - 1), RETRY_MAX_S)
         register.retry_at = self.node.now + pause_s
         self.node.note(f"fragment {register.index}: {reason}; next try in {pause_s:.1f} s")
+
+
+def _first_lost(chain: Chain, lineage: Sequence[Record]) -> int:
+    """The first version of `chain` that is not on `lineage`. What is older than the first record
+    shown cannot be compared: it stays as it is.
+    """
+    common = chain.common_version(lineage)
+    return max(chain.base + 1, lineage[0].version if common is None else common + 1)
 
 
 def _arrival(register: Register, pursuit: Pursuit) -> str:

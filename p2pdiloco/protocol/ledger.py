@@ -128,8 +128,9 @@ class Ledger:
         merged = self._old.merged
         for recent in self._recent:
             for settlement in recent.values():
-                fates.update(settlement.fates)
                 merged += settlement.merged
+                for fate, tokens in settlement.fates.items():
+                    fates[fate] += tokens
         split: dict[str, dict[str, int]] = {"rejected": {}, "lost": {}}
         for (kind, reason), tokens in sorted(fates.items()):
             split[kind][reason] = tokens
