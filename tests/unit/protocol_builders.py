@@ -154,19 +154,19 @@ class Script:
     def __init__(self, node: Node):
         self.node = node
         self.now = 0.0
+        self.notes: list[str] = []
 
     def do(self, *happened: events.Event) -> list[actions.Action]:
         """All actions but notes and heartbeats, which most tests do not speak of."""
         return [a for a in self.everything(*happened) if not _is_routine(a)]
 
     def everything(self, *happened: events.Event) -> list[actions.Action]:
-        return [action for event in happened for action in self.node.handle(event, self.now)]
+        done = [action for event in happened for action in self.node.handle(event, self.now)]
+        self.notes += [a.text for a in done if isinstance(a, actions.Note)]
+        return done
 
     def hear(self, peer: PeerId, message: Message) -> list[actions.Action]:
         return self.do(events.MessageArrived(peer, message))
-
-    def notes(self, *happened: events.Event) -> list[str]:
-        return [a.text for a in self.everything(*happened) if isinstance(a, actions.Note)]
 
     def wait(self, seconds: float) -> list[actions.Action]:
         """Wakes the node whenever it asks for it."""
