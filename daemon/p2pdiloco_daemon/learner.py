@@ -83,8 +83,8 @@ STOP_ASKED_S = 3.5
 STOP_TERMINATED_S = 0.8
 """How long a stop waits for the step in hand and the inner checkpoint, then for SIGTERM."""
 
-EXIT_S = 2.0
-"""How long a process may take to end after it closed its control socket."""
+EXIT_S = 10.0
+"""How long a process may take to end after it closed its socket; torch is slow to go, too."""
 
 STDERR_TAIL_BYTES = 8192
 """What is kept of the learner's last words; a traceback through torch is about 4 KB."""
@@ -134,7 +134,9 @@ OnEvent = Callable[[LearnerEvent], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerOptions:
-    """`directory` keeps the inner checkpoint; `node_key` selects the node's order of the data."""
+    """`fragments` are those of the spec; `directory` keeps the inner checkpoint; `node_key` selects
+    the node's order of the data.
+    """
 
     spec: RunSpec
     fragments: tuple[Fragment, ...]
@@ -310,7 +312,6 @@ class Learner:
         options = self._options
         return Start(
             spec=options.spec.model_dump_json(),
-            fragment_sizes=self._sizes,
             directory=str(options.directory),
             node_key=options.node_key,
             device=options.device,

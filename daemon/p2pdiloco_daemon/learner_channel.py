@@ -45,8 +45,6 @@ class Start:
 
     spec: str
     """The run spec as JSON."""
-    fragment_sizes: tuple[int, ...]
-    """Elements of each fragment, for the layout of the shared memory."""
     directory: str
     """Where the inner checkpoint is kept."""
     node_key: str
@@ -127,7 +125,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class StepsDone:
-    """`steps` inner steps (one, or more if the daemon was slow to read) on `tokens` tokens."""
+    """One or more inner steps. One whose gradient was not finite is skipped: it has no tokens."""
 
     step: int
     """Cumulative inner steps of this node."""
@@ -143,7 +141,11 @@ class StepsDone:
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """A fragment was overwritten at a step boundary. Its counters, then reset, stood at this."""
+    """A fragment was overwritten at a step boundary. Its counters, then reset, stood at this.
+
+    Their tokens are the sum of the `StepsDone` since the receipt before; skipped steps are not
+    among their steps.
+    """
 
     fragment: int
     version: int
@@ -264,16 +266,10 @@ class MessageReader(Generic[M]):
     def _build(self, name: str, values: list[object]) -> M:
         hints = self._hints[name]
         if len(values) != len(hints) or not all(
-            _fits(value, hint) for value, hint in zip(values, hints.values(), strict=True)
+            type(value) is hint for value, hint in zip(values, hints.values(), strict=True)
         ):
             raise ChannelError(f"a {name} has the fields {', '.join(hints)}, got {values!r:.80}")
         return self._kinds[name](*values)
-
-
-def _fits(value: object, hint: object) -> bool:
-    if hint == tuple[int, ...]:
-        return isinstance(value, tuple) and all(type(item) is int for item in value)
-    return type(value) is hint
 
 
 class SharedTensors:

@@ -24,12 +24,12 @@ from typing import Protocol, assert_never, get_args
 
 import torch
 
-from p2pdiloco.errors import P2PDilocoError, StoreError, UserError
+from p2pdiloco.errors import P2PDilocoError, StoreError
 from p2pdiloco.learn.evaluate import held_out_loss, sample_text
 from p2pdiloco.learn.inner_loop import InnerLoop, StepResult, bf16_is_faster
-from p2pdiloco.learn.models import build_model, embedding_names, num_parameters, parameter_shapes
+from p2pdiloco.learn.models import build_model, num_parameters
 from p2pdiloco.learn.text import Text, TextStream, open_text, open_tokenizer
-from p2pdiloco.optim.fragments import plan_fragments
+from p2pdiloco.optim.fragments import fragments_of
 from p2pdiloco.spec import RunSpec
 from p2pdiloco_daemon.learner_channel import (
     SAMPLE_TOKENS_MAX,
@@ -70,6 +70,10 @@ EVALUATION_SHARE_MAX = 0.05
 
 SAMPLES_WAITING_MAX = 4
 """A sample stops the training for about a second; more than this are refused."""
+
+REPORT_PERIOD_S = 0.2
+"""Each message wakes the daemon, on a busy machine in place of the learner (0.4 ms measured); and a
+GPU that makes hundreds of steps a second must not keep it awake."""
 
 READ_BYTES = 1 << 16
 
@@ -113,25 +117,29 @@ class Judge(Protocol):
 class Control:
     """The control socket, never waited for but in `wait`.
 
-    Messages that the daemon does not take yet are kept; `StepsDone` in a row become one, and all
-    others answer a command, so what is kept stays small.
+    `StepsDone` in a row become one until they are due or something else is sent; so do those that
+    the daemon does not take. All other messages answer a command, so what is kept stays small.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, clock: Clock = time.perf_counter) -> None:
         connection.setblocking(False)
         self._socket = connection
+        self._clock = clock
+        self._report_at = clock()
         self._reader: MessageReader[Command] = MessageReader(get_args(Command))
         self._waiting: deque[Message] = deque()
         self._unsent = b""
 
     def wait(self) -> None:
         """Until there is something to read, or to send that could not be sent before."""
-        writable = [self._socket] if self._unsent or self._waiting else []
+        self._flush()
+        writable = [self._socket] if self._unsent else []
         select.select([self._socket], writable, [])
 
     def commands(self) -> list[Command]:
         """Those that have arrived; EOFError once the daemon is gone."""
-        self._flush()
+        if self._clock() >= self._report_at:
+            self._flush()
         try:
             data = self._socket.recv(READ_BYTES)
         except BlockingIOError:
@@ -147,9 +155,11 @@ class Control:
         match message, self._waiting[-1] if self._waiting else None:
             case StepsDone(), StepsDone() as earlier:
                 self._waiting[-1] = _sum(earlier, message)
+            case StepsDone(), _:
+                self._waiting.append(message)
             case _:
                 self._waiting.append(message)
-        self._flush()
+                self._flush()
 
     def drain(self) -> None:
         """Before leaving: sends what is left, if the daemon takes it soon."""
@@ -157,6 +167,7 @@ class Control:
         self._flush()
 
     def _flush(self) -> None:
+        self._report_at = self._clock() + REPORT_PERIOD_S
         while self._unsent or self._waiting:
             self._unsent = self._unsent or pack(self._waiting.popleft())
             try:
@@ -360,7 +371,7 @@ class LearnerProcess:
         result = self._trainer.step()
         done = StepsDone(
             step=self._trainer.num_steps,
-            steps=1 if result.tokens else 0,
+            steps=1,
             tokens=result.tokens,
             step_s=self._clock() - started,
             stall_s=self._stall_s,
@@ -405,8 +416,7 @@ def main(control_fd: int, memory_fd: int) -> None:
     try:
         start = _receive_start(control)
         os.nice(start.niceness)
-        memory = SharedTensors(memory_fd, start.fragment_sizes)
-        process = _build(start, control, memory)
+        process = _build(start, control, memory_fd)
     except EOFError:
         return
     process.run()
@@ -431,9 +441,10 @@ def _receive_start(control: Control) -> Start:
                 raise ChannelError(f"expected Start and nothing else, got {others!r:.80}")
 
 
-def _build(start: Start, control: Control, memory: SharedTensors) -> LearnerProcess:
+def _build(start: Start, control: Control, memory_fd: int) -> LearnerProcess:
     torch.set_num_threads(start.threads)
     spec = RunSpec.model_validate_json(start.spec)
+    memory = SharedTensors(memory_fd, [fragment.size for fragment in fragments_of(spec)])
     model = build_model(spec.model, spec.seed, spec.data.sequence_length)
     text = open_text(spec.data)
     trainer = _build_trainer(start, spec, model, text)
@@ -450,20 +461,11 @@ def _build(start: Start, control: Control, memory: SharedTensors) -> LearnerProc
 
 
 def _build_trainer(start: Start, spec: RunSpec, model: torch.nn.Module, text: Text) -> InnerLoop:
-    fragments = plan_fragments(
-        parameter_shapes(model), spec.sync.num_fragments, embedding_names(model)
-    )
-    sizes = tuple(fragment.size for fragment in fragments)
-    if sizes != start.fragment_sizes:
-        raise UserError(
-            f"the model of this run has fragments of {sizes} values, the daemon expected "
-            f"{start.fragment_sizes}; check that all parts of p2pdiloco are of one version"
-        )
     return InnerLoop(
         model,
         TextStream(text, spec.data.sequence_length, spec.seed, start.node_key),
         spec.inner,
-        fragments,
+        fragments_of(spec),
         start.device,
         bf16=bf16_is_faster(num_parameters(model), start.device, time.perf_counter),
     )

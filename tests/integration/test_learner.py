@@ -19,9 +19,9 @@ import numpy as np
 import psutil
 import pytest
 
-from p2pdiloco.learn.models import build_model, embedding_names, parameter_shapes
-from p2pdiloco.optim.fragments import Fragment, TensorSlot, plan_fragments
-from p2pdiloco.spec import DataSpec, RunSpec, SyncSpec
+from p2pdiloco.learn.models import build_model, embedding_names, num_parameters, parameter_shapes
+from p2pdiloco.optim.fragments import Fragment, fragments_of
+from p2pdiloco.spec import DataSpec, GenesisSpec, ModelSpec, RunSpec, SyncSpec, TensorLayout
 from p2pdiloco_daemon.learner import (
     CheckpointFailed,
     Died,
@@ -43,7 +43,26 @@ from p2pdiloco_daemon.learner_process import CHECKPOINT_NAME
 pytestmark = pytest.mark.loopback
 
 E = TypeVar("E", bound=LearnerEvent)
-SPEC = RunSpec(name="test", sync=SyncSpec(num_fragments=3), data=DataSpec(sequence_length=32))
+DRAFT = RunSpec(name="test", sync=SyncSpec(num_fragments=3), data=DataSpec(sequence_length=32))
+
+
+def run_spec(draft: RunSpec) -> RunSpec:
+    """A run with made-up digests, which the learner does not look at."""
+    model = build_model(draft.model, draft.seed, draft.data.sequence_length)
+    embeddings = embedding_names(model)
+    tensors = tuple(
+        TensorLayout(name=name, shape=shape, is_embedding=name in embeddings)
+        for name, shape in parameter_shapes(model).items()
+    )
+    digests = ("0" * 64,) * draft.sync.num_fragments
+    size = num_parameters(model)
+    return draft.with_genesis(
+        GenesisSpec(num_parameters=size, tensors=tensors, state_digests=digests)
+    )
+
+
+SPEC = run_spec(DRAFT)
+FRAGMENTS = fragments_of(SPEC)
 TOKENS_PER_STEP = SPEC.inner.batch_size * SPEC.data.sequence_length
 
 
@@ -92,11 +111,12 @@ class Stage:
                 return event
 
     async def steps(self, count: int) -> None:
-        """Waits for so many more steps."""
+        """Waits for at least so many more steps."""
         since = len(self.events)
-        for _ in range(count):
+        while count > 0:
             done = await self.next(StepsDone, since)
             since = self.events.index(done, since) + 1
+            count -= done.steps
 
 
 def initial_values(fragments: tuple[Fragment, ...]) -> list[np.ndarray]:
@@ -104,26 +124,22 @@ def initial_values(fragments: tuple[Fragment, ...]) -> list[np.ndarray]:
     return [generator.normal(0, 0.02, fragment.size).astype(np.float32) for fragment in fragments]
 
 
-def plan() -> tuple[Fragment, ...]:
-    model = build_model(SPEC.model, SPEC.seed, SPEC.data.sequence_length)
-    return plan_fragments(parameter_shapes(model), SPEC.sync.num_fragments, embedding_names(model))
-
-
 @asynccontextmanager
-async def open_stage(directory: Path, fragments: tuple[Fragment, ...]) -> AsyncIterator[Stage]:
+async def open_stage(directory: Path, spec: RunSpec = SPEC) -> AsyncIterator[Stage]:
     stage = Stage(
-        LearnerOptions(spec=SPEC, fragments=fragments, directory=directory, node_key="node")
+        LearnerOptions(
+            spec=spec,
+            fragments=fragments_of(spec),
+            directory=directory,
+            node_key="node",
+            eval_every_steps=1_000_000,
+        )
     )
     with ThreadPoolExecutor(1) as executor:
         async with running_learner(stage.options, stage.hear, executor) as learner:
             stage.learner = learner
-            await stage.next(Ready)
+            await stage.next((Ready, Died))
             yield stage
-
-
-@pytest.fixture(scope="module")
-def fragments() -> tuple[Fragment, ...]:
-    return plan()
 
 
 @pytest.fixture(scope="module")
@@ -137,13 +153,12 @@ def runner() -> Iterator[asyncio.Runner]:
 def shared_stage(
     runner: asyncio.Runner,
     tmp_path_factory: pytest.TempPathFactory,
-    fragments: tuple[Fragment, ...],
 ) -> Iterator[Stage]:
     opened: asyncio.Queue[Stage] = asyncio.Queue()
     done = asyncio.Event()
 
     async def hold() -> None:
-        async with open_stage(tmp_path_factory.mktemp("node"), fragments) as stage:
+        async with open_stage(tmp_path_factory.mktemp("node")) as stage:
             opened.put_nowait(stage)
             await done.wait()
 
@@ -301,11 +316,9 @@ def test_kill_9_costs_the_open_counters_and_nothing_else(play: Play) -> None:
     play(scene)
 
 
-def test_a_stop_is_quick_remembers_and_leaves_nothing(
-    tmp_path: Path, fragments: tuple[Fragment, ...]
-) -> None:
+def test_a_stop_is_quick_remembers_and_leaves_nothing(tmp_path: Path) -> None:
     async def first_life() -> StepsDone:
-        async with open_stage(tmp_path, fragments) as stage:
+        async with open_stage(tmp_path) as stage:
             stage.install_all(version=0)
             await stage.steps(2)
             pid = stage.learner.pid
@@ -317,7 +330,7 @@ def test_a_stop_is_quick_remembers_and_leaves_nothing(
             return [event for event in stage.events if isinstance(event, StepsDone)][-1]
 
     async def second_life() -> Ready:
-        async with open_stage(tmp_path, fragments) as stage:
+        async with open_stage(tmp_path) as stage:
             return await stage.next(Ready)
 
     last = asyncio.run(first_life())
@@ -325,36 +338,31 @@ def test_a_stop_is_quick_remembers_and_leaves_nothing(
     assert asyncio.run(second_life()).step == last.step
 
 
-def test_a_damaged_checkpoint_is_reported_and_done_without(
-    tmp_path: Path, fragments: tuple[Fragment, ...]
-) -> None:
+def test_a_damaged_checkpoint_is_reported_and_done_without(tmp_path: Path) -> None:
     (tmp_path / CHECKPOINT_NAME).write_bytes(b"\x00" * 100)
 
     async def life() -> list[LearnerEvent]:
-        async with open_stage(tmp_path, fragments) as stage:
+        async with open_stage(tmp_path) as stage:
             return stage.events
 
-    failed, ready = asyncio.run(life())
+    failed, ready, *_ = asyncio.run(life())
     assert isinstance(failed, CheckpointFailed) and CHECKPOINT_NAME in failed.reason
     assert isinstance(ready, Ready) and ready.step == 0
 
 
 def test_a_learner_that_cannot_start_says_why_and_is_tried_again(tmp_path: Path) -> None:
-    """A plan for another model; also: a stop while it waits for the next try is quick."""
-    slot = TensorSlot("weight", (5,), 0, False)
+    """Also: a stop while it waits for the next try is quick."""
+    other_model = run_spec(DRAFT).model_copy(update={"model": ModelSpec(preset="small")})
 
-    async def life() -> Died:
-        options = LearnerOptions(
-            spec=SPEC, fragments=(Fragment(0, (slot,)),), directory=tmp_path, node_key="node"
-        )
-        stage = Stage(options)
-        with ThreadPoolExecutor(1) as executor:
-            async with running_learner(options, stage.hear, executor):
-                return await stage.next(Died)
+    async def life() -> list[LearnerEvent]:
+        async with open_stage(tmp_path, other_model) as stage:
+            return stage.events
 
-    died = asyncio.run(life())
+    [died] = asyncio.run(life())
+    assert isinstance(died, Died)
     assert "exit code 1" in died.reason
-    assert "the daemon expected (5,)" in died.reason
+    assert "the fragments were planned for another model" in died.reason
+    assert died.restart_in_s == 1.0
 
 
 def test_no_orphan_is_left_when_the_daemon_is_killed(tmp_path: Path) -> None:
@@ -418,7 +426,7 @@ def process_exists(pid: int) -> bool:
 
 
 async def _be_a_daemon(directory: Path) -> None:
-    async with open_stage(directory, plan()) as stage:
+    async with open_stage(directory) as stage:
         stage.install_all(version=0)
         await stage.steps(1)
         print(stage.learner.pid, flush=True)  # noqa: T201

@@ -92,19 +92,20 @@ class FakeJudge:
 
 @dataclass
 class Clock:
-    """Every look at it costs a millisecond."""
+    """Every look at it takes a while."""
 
+    look_s: float = 0.001
     now: float = 100.0
 
     def __call__(self) -> float:
-        self.now += 0.001
+        self.now += self.look_s
         return self.now
 
 
 class Scene:
     """A process with fakes around it, and the daemon's end of its socket."""
 
-    def __init__(self, eval_every_steps: int = 1000) -> None:
+    def __init__(self, eval_every_steps: int = 1000, look_s: float = 1.0) -> None:
         self.daemon, child = socket.socketpair()
         self.daemon.settimeout(5)
         fd = open_memory_file(memory_bytes(SIZES))
@@ -114,7 +115,7 @@ class Scene:
         self._child = child
         self._script: Mapping[int, Sequence[Command]] = {}
         self._process = LearnerProcess(
-            Control(child),
+            Control(child, Clock(look_s)),
             SharedTensors(fd, SIZES),
             self.trainer,
             FakeJudge(),
@@ -293,7 +294,15 @@ def test_garbage_ends_it_with_a_sentence(scene: Scene) -> None:
 
 def test_a_second_start_is_refused(scene: Scene) -> None:
     with pytest.raises(ChannelError, match="started once"):
-        scene.run({0: [Start("", (), "", "", "", 1, 0, 1)]})
+        scene.run({0: [Start("", "", "", "", 1, 0, 1)]})
+
+
+def test_quick_steps_are_reported_together_and_before_any_answer() -> None:
+    scene = Scene(look_s=0.001)
+    heard = scene.run({0: BOTH, 20: [Install(0, 1, 2)], 30: [Stop()]})
+    scene.close()
+    assert [type(message) for message in heard[2:]] == [StepsDone, Installed, StepsDone]
+    assert [message.steps for message in heard[2:] if isinstance(message, StepsDone)] == [20, 10]
 
 
 def test_a_daemon_that_does_not_read_costs_no_step_and_loses_no_count(scene: Scene) -> None:
