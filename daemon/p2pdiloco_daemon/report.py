@@ -242,6 +242,7 @@ class Reporter:
             digest=held.digest[:DIGEST_SHOWN] if held else None,
             record_digest=head.digest[:DIGEST_SHOWN] if head else None,
             local_steps=register.steps,
+            merged_tokens=head.tokens_total if head else 0,
         )
 
     def _members(self) -> list[view.Member]:

@@ -20,6 +20,7 @@ checkpoint.bytes_on_disk checkpoint.error checkpoint.last_saved_s_ago
 events[].seconds_ago events[].text
 first_merge_s
 fragments[].digest fragments[].head_version fragments[].index fragments[].local_steps
+fragments[].merged_tokens
 fragments[].num_values fragments[].record_digest fragments[].state fragments[].version
 held_out_curve[]
 learner.device learner.held_out_loss learner.last_error learner.loss learner.num_parameters

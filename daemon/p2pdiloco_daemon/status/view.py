@@ -168,6 +168,10 @@ class Fragment:
     """Digest of the merge record that made this version; None for version 0."""
     local_steps: int = 0
     """Inner steps since this fragment was last overwritten."""
+    merged_tokens: int = 0
+    """Tokens of all merges in the lineage of this version: what all nodes' `merged` must add up
+    to.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
