@@ -131,7 +131,8 @@ def _make_places(directory: Path | None) -> _Places:
             )
         else:
             directory.mkdir(parents=True, exist_ok=True)
-            places = _Places(directory, directory / "checkpoint", False)
+            work = directory.resolve()
+            places = _Places(work, work / "checkpoint", False)
         continues = (places.work / _SPEC_FILE).exists()
         if not continues and any(places.work.iterdir()):
             raise UserError(

@@ -1,0 +1,114 @@
+"""`p2pdiloco bootstrap FILE`: makes a run of its description and runs its first peer."""
+
+import argparse
+import asyncio
+import contextlib
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from p2pdiloco.errors import UserError
+from p2pdiloco.spec import SignedSpec, read_spec_file
+from p2pdiloco_bootstrap.identity import Identity
+from p2pdiloco_daemon.cli.directories import bootstrap_directory
+from p2pdiloco_daemon.cli.new import owner_key_path
+from p2pdiloco_daemon.cli.ports import port_number, require_free
+from p2pdiloco_daemon.genesis import genesis_path, prepare_run
+
+PORT = 8600
+"""TCP port of the first peer: one fixed number to open or forward."""
+
+INVITE_DAYS = 30
+"""How long an invite is good; `bootstrap` prints a new one at each start."""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "bootstrap",
+        help="start a run: its first peer, and the invite to it",
+        description="Makes the first weights of the run that FILE describes, signs the run with "
+        "the owner's key beside FILE, and stays the peer through which others find the run until "
+        "you press Ctrl-C. It does not train: `p2pdiloco join` does. Prints the invite. Once nodes "
+        "have joined they find each other without it.",
+    )
+    parser.add_argument("file", type=Path, metavar="FILE", help="as `p2pdiloco new` wrote it")
+    parser.add_argument(
+        "--listen",
+        default="0.0.0.0",
+        metavar="HOST",
+        help="IP address to be reached at (default: all of this machine's)",
+    )
+    parser.add_argument(
+        "--port",
+        type=port_number,
+        default=PORT,
+        help="port for the other nodes; open it to the outside (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--dir",
+        type=Path,
+        help="directory of the peer: its key and the first weights (default: one per run name "
+        "under the person's data directory)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    draft = read_spec_file(arguments.file)
+    owner = _read_owner(owner_key_path(arguments.file))
+    require_free(arguments.listen, arguments.port, "--port")
+    directory: Path = arguments.dir or bootstrap_directory(draft.name)
+    signed = prepare_run(draft, owner, directory)
+    asyncio.run(_serve(arguments, owner, signed, directory))
+    return 0
+
+
+async def _serve(
+    arguments: argparse.Namespace, owner: Identity, signed: SignedSpec, directory: Path
+) -> None:
+    # imported late: hivemind takes seconds, and a mistake in the spec should be told at once
+    from p2pdiloco_bootstrap.app import BootstrapOptions, running_bootstrap
+    from p2pdiloco_daemon.app import stop_signals
+
+    options = BootstrapOptions(
+        directory=directory,
+        listen=arguments.listen,
+        port=arguments.port,
+        signed_spec=signed.pack(),
+        genesis={p: genesis_path(directory, p) for p in range(signed.spec.sync.num_fragments)},
+    )
+    with stop_signals() as stop:
+        async with running_bootstrap(options) as peer:
+            invite = await peer.invite(owner, time.time() + INVITE_DAYS * 86400)
+            for line in _welcome(signed, invite, await peer.host.addresses()):
+                print(line, flush=True)
+            watching = asyncio.create_task(peer.watch(), name="p2pd")
+            stopping = asyncio.create_task(stop.wait(), name="stop")
+            await asyncio.wait((watching, stopping), return_when=asyncio.FIRST_COMPLETED)
+            stopping.cancel()
+            watching.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watching
+
+
+def _welcome(signed: SignedSpec, invite: str, addresses: Sequence[str]) -> list[str]:
+    """What the owner needs to know; the invite alone on a line, to be copied."""
+    return [
+        f"run {signed.spec.name}, id {signed.run_id}",
+        f"reached at {', '.join(addresses)}",
+        f"invite, good for {INVITE_DAYS} days; whoever has it can join:",
+        "",
+        invite,
+        "",
+        "next: p2pdiloco join INVITE, here in another terminal and on other machines",
+        "Ctrl-C stops this peer; nodes that have joined go on without it",
+    ]
+
+
+def _read_owner(path: Path) -> Identity:
+    if not path.exists():
+        raise UserError(
+            f"{path}: the owner's key is missing; restore it, or describe a new run with "
+            "`p2pdiloco new` (a run can be started only with the key that owns it)"
+        )
+    return Identity.load_or_create(path)

@@ -1,0 +1,101 @@
+"""`p2pdiloco join [INVITE]`: a node, in the foreground, until Ctrl-C."""
+
+import argparse
+import asyncio
+import time
+from pathlib import Path
+
+from p2pdiloco.errors import UserError
+from p2pdiloco_bootstrap.invite import parse_invite
+from p2pdiloco_daemon.cli.directories import last_node, node_directory, remember_last_node
+from p2pdiloco_daemon.cli.ports import STATUS_PORT, host_and_port, port_number, require_free
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "join",
+        help="take part in a run",
+        description="Runs a node that trains in the run of the INVITE until you press Ctrl-C "
+        "(twice: stop at once). Without INVITE it goes on with the run joined last. It needs no "
+        "account and no open port, and writes only into its directory. Its status page says what "
+        "it is doing.",
+    )
+    parser.add_argument(
+        "invite",
+        nargs="?",
+        metavar="INVITE",
+        help="the line starting with p2pdiloco: that the run's owner sent",
+    )
+    parser.add_argument(
+        "--dir",
+        type=Path,
+        help="directory of the node: its key, checkpoints and log (default: one per run under "
+        "the person's data directory)",
+    )
+    parser.add_argument(
+        "--port",
+        type=port_number,
+        default=STATUS_PORT,
+        help="port of the status page, on this machine only (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--device",
+        default="auto",
+        help="where to train: auto, cpu, cuda, cuda:1, mps (default: auto, the fastest there is)",
+    )
+    parser.add_argument(
+        "--threads", type=thread_count, default=1, help="CPU threads to train with (default: 1)"
+    )
+    parser.add_argument(
+        "--listen",
+        type=host_and_port,
+        default=("0.0.0.0", 0),
+        metavar="HOST:PORT",
+        help="address for the other nodes (default: any address, any free port)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    directory = _directory(arguments.invite, arguments.dir)
+    require_free("127.0.0.1", arguments.port, "--port")
+    host, port = arguments.listen
+    require_free(host, port, "--listen")
+    remember_last_node(directory)
+
+    # imported late: hivemind and torch take seconds, and a wrong invite should be told at once
+    from p2pdiloco_daemon.app import NodeOptions, run_node
+    from p2pdiloco_daemon.device import choose_device
+
+    asyncio.run(
+        run_node(
+            NodeOptions(
+                directory=directory,
+                invite=arguments.invite,
+                status_port=arguments.port,
+                listen=(host, port),
+                device=choose_device(arguments.device),
+                threads=arguments.threads,
+            )
+        )
+    )
+    return 0
+
+
+def thread_count(text: str) -> int:
+    """argparse type: at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of threads from 1, got {text!r}")
+    return int(text)
+
+
+def _directory(invite: str | None, chosen: Path | None) -> Path:
+    if invite is None:
+        directory = chosen or last_node()
+        if not directory.is_dir():
+            raise UserError(
+                f"there is no node in {directory}; give its invite: p2pdiloco join INVITE --dir ..."
+            )
+        return directory
+    run_id = parse_invite(invite, time.time()).run_id
+    return chosen or node_directory(run_id)

@@ -1,0 +1,193 @@
+"""What the commands say about arguments that cannot be used, and that every one explains itself."""
+
+import http.server
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from p2pdiloco_daemon.cli import directories
+from p2pdiloco_daemon.cli.main import main
+from p2pdiloco_daemon.status.view import NodeState, Run, Status, TokenLedger
+
+COMMANDS = ("demo", "new", "bootstrap", "join", "status", "export", "sample")
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Nothing that a test does reaches the person's own directory."""
+    monkeypatch.setattr(directories, "data_directory", lambda: tmp_path / "data")
+    return tmp_path / "data"
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """The one sentence on stderr of a command that exits with 2."""
+    try:
+        code = main(argv)
+    except SystemExit as exit_:
+        code = int(exit_.code or 0)
+    captured = capsys.readouterr()
+    assert (code, captured.out) == (2, "")
+    assert "Traceback" not in captured.err
+    return captured.err.splitlines()[-1]
+
+
+@contextmanager
+def occupied_port() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+@contextmanager
+def answering(status: int, body: bytes) -> Iterator[int]:
+    """A web server on loopback that gives the same answer to everything."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main([command, "--help"])
+    assert len(capsys.readouterr().out) > 200
+
+
+def test_without_a_command_the_commands_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert complaint(capsys).endswith("the following arguments are required: COMMAND")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["demo", "--nodes", "0"], "expected 1 to 16 nodes, got '0'"),
+        (["demo", "--nodes", "1.5"], "expected 1 to 16 nodes, got '1.5'"),
+        (["demo", "--minutes", "-1"], "expected a number of minutes above 0, got '-1'"),
+        (["demo", "--minutes", "nan"], "expected a number of minutes above 0, got 'nan'"),
+        (["demo", "--port", "70000"], "expected a port from 0 to 65535, got 70000"),
+        (["join", "x", "--threads", "0"], "expected a number of threads from 1, got '0'"),
+        (["join", "x", "--listen", "4001"], "expected HOST:PORT, for example 0.0.0.0:4001"),
+        (["sample", "x", "--tokens", "0"], "expected 1 to 100000 tokens, got '0'"),
+    ],
+)
+def test_a_wrong_argument_is_named(
+    argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert words in complaint(capsys, *argv)
+
+
+def test_join_needs_an_invite_the_first_time(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no run was joined on this machine yet" in complaint(capsys, "join")
+
+
+def test_join_refuses_a_garbled_invite(capsys: pytest.CaptureFixture[str], home: Path) -> None:
+    assert "damaged on the way" in complaint(capsys, "join", "p2pdiloco:AAAA")
+    assert "an invite starts with 'p2pdiloco:'" in complaint(capsys, "join", "hello")
+    assert not home.exists()
+
+
+def test_a_forgotten_node_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    directories.remember_last_node(gone)
+    gone.rmdir()
+    assert f"the node's directory {gone} is gone" in complaint(capsys, "join")
+
+
+def test_join_names_an_occupied_port(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with occupied_port() as port:
+        words = complaint(capsys, "join", "--dir", str(tmp_path), "--port", str(port))
+    assert f"port {port} on 127.0.0.1 cannot be used" in words
+    assert words.endswith("choose another port with --port")
+
+
+def test_demo_names_an_occupied_port(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with occupied_port() as port:
+        words = complaint(capsys, "demo", "--dir", str(tmp_path / "d"), "--port", str(port))
+    assert f"port {port} on 127.0.0.1 cannot be used" in words
+    assert not (tmp_path / "d").exists()
+
+
+def test_demo_leaves_a_directory_of_others_alone(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "thesis.tex").write_text("precious")
+    words = complaint(capsys, "demo", "--dir", str(tmp_path), "--port", "0")
+    assert "is not empty and holds no demo" in words
+
+
+def test_bootstrap_needs_the_owners_key(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    main(["new", str(tmp_path / "run.toml")])
+    capsys.readouterr()
+    (tmp_path / "run.key").unlink()
+    words = complaint(capsys, "bootstrap", str(tmp_path / "run.toml"))
+    assert "run.key: the owner's key is missing" in words
+
+
+def test_bootstrap_names_a_mistake_in_the_spec(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "run.toml").write_text('name = "a"\n[sync]\ninner_steps = -5\n')
+    words = complaint(capsys, "bootstrap", str(tmp_path / "run.toml"))
+    assert words.endswith("sync.inner_steps: expected greater than or equal to 1, got -5")
+
+
+def test_status_says_when_there_is_no_node(capsys: pytest.CaptureFixture[str]) -> None:
+    with occupied_port() as port:
+        pass
+    assert f"no node answers on port {port}" in complaint(capsys, "status", "--port", str(port))
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "words"),
+    [
+        (404, b"", "it answers with HTTP 404"),
+        (200, b"<html>", "something else than JSON"),
+        (200, b'{"other": 1}', "its answer is not a node's status"),
+    ],
+)
+def test_status_says_when_another_program_answers(
+    status: int, body: bytes, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with answering(status, body) as port:
+        assert words in complaint(capsys, "status", "--port", str(port))
+
+
+def test_status_prints_what_the_node_tells(capsys: pytest.CaptureFixture[str]) -> None:
+    told = Status(
+        protocol_version=1,
+        app_version="0.1.0",
+        peer_id="peer",
+        node_name="lab",
+        run=Run(id="ab" * 16, name="kjv"),
+        state=NodeState.TRAINING,
+        sentence="Training, 2 other nodes.",
+        uptime_s=5.0,
+        tokens=TokenLedger(processed=9, merged=4, pending=2, rejected={"late": 2}, lost={"x": 1}),
+    )
+    with answering(200, json.dumps(told.to_json()).encode()) as port:
+        assert main(["status", "--port", str(port)]) == 0
+        text = capsys.readouterr().out
+        assert main(["status", "--port", str(port), "--json"]) == 0
+    assert text.startswith("Training, 2 other nodes.\nrun           kjv (")
+    assert "9 processed = 4 merged + 2 pending + 2 rejected + 1 lost" in text
+    assert json.loads(capsys.readouterr().out) == told.to_json()
