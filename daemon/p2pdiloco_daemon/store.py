@@ -107,8 +107,11 @@ class Store:
         *,
         snapshot_every: int = 4,
         max_snapshots: int = 2,
+        read_only: bool = False,
     ) -> None:
         """Create what is missing and remove what a crash left half-written.
+
+        Read-only it does neither, and may be opened beside the daemon that has the directory.
 
         UserError if another daemon has the directory, StoreError if it cannot be written.
         """
@@ -117,6 +120,9 @@ class Store:
         self._snapshot_every = snapshot_every
         self._max_snapshots = max_snapshots
         self._fragments = [directory / "fragments" / f"{p:04d}" for p in range(num_fragments)]
+        self._lock: BinaryIO | None = None
+        if read_only:
+            return
         with _disk(directory):
             for folder in self._fragments:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -127,7 +133,8 @@ class Store:
 
     def close(self) -> None:
         """Let another daemon have the directory."""
-        self._lock.close()
+        if self._lock:
+            self._lock.close()
 
     def __enter__(self) -> Self:
         return self
