@@ -130,7 +130,17 @@ def learner_started(node: NodeState) -> None:
     node.learner_alive = True
     for register in node.registers:
         if register.chain and not register.pursuit:
-            node.do(InstallFragment(register.index, register.version))
+            hand_over(node, register)
+
+
+def hand_over(node: NodeState, register: Register) -> None:
+    """Gives the learner, if it runs, the state that we hold; not twice, which would cost it the
+    steps between.
+    """
+    assert register.chain
+    if node.learner_alive and register.handed != register.chain.digest:
+        register.handed = register.chain.digest
+        node.do(InstallFragment(register.index, register.version))
 
 
 def learner_stopped(node: NodeState, reason: str) -> None:
@@ -139,7 +149,7 @@ def learner_stopped(node: NodeState, reason: str) -> None:
     for register in node.registers:
         if register.installed is not None:
             _settle(node, register, register.installed + 1, LEARNER_DIED)
-        register.installed, register.steps = None, 0
+        register.installed, register.handed, register.steps = None, None, 0
 
 
 def installed(node: NodeState, event: events.FragmentInstalled) -> None:

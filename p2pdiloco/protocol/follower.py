@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from p2pdiloco.errors import PeerError
 from p2pdiloco.protocol import contributor, events
-from p2pdiloco.protocol.actions import CatchUp, FetchRecords, InstallFragment
+from p2pdiloco.protocol.actions import CatchUp, FetchRecords
 from p2pdiloco.protocol.lineage import (
     RECORDS_KEPT,
     Chain,
@@ -229,19 +229,30 @@ class Follower:
         contributor.lineage_changed(node, register)
         contributor.version_reached(node, register)
 
-    def install(self, register: Register) -> None:
-        if self.node.learner_alive:
-            self.node.do(InstallFragment(register.index, register.version))
-
     def catch_up_failed(self, event: events.CatchUpFailed) -> None:
         node, register = self.node, self.node.registers[event.fragment]
         register.pursuit = None
         if event.diverged:
-            register.distrusted = True
+            self._diverged(register, pursuit)
+        self._failed(register, pursuit.source, event.reason)
+        if register.chain and not event.diverged:
+            contributor.hand_over(node, register)
+
+    def _diverged(self, register: Register, pursuit: Pursuit) -> None:
+        """A merge led to another state here than its record says. At first our own state is at
+        fault; if one that others vouch for leads elsewhere too, the record is.
+        """
+        node, version = self.node, register.version + 1
+        record = next(r for r in pursuit.catch_up.records if r.version == version)
+        if record.digest == register.doubted and not register.distrusted:
+            register.disbelieved = record.digest
+            node.refuse("a record of a state that its merge does not lead to", record.synchronizer)
+        else:
+            register.distrusted, register.doubted = True, record.digest
             node.refuse("this node's own state had diverged")
         self._failed(register, event.reason)
         if register.chain and register.installed != register.version and not event.diverged:
-            self.install(register)
+            contributor.hand_over(node, register)
 
     def _failed(self, register: Register, reason: str) -> None:
         register.failures += 1

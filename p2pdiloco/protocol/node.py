@@ -113,7 +113,7 @@ class Node:
     def is_settled(self) -> bool:
         """Settling was asked for, and no newer version is known of or on its way."""
         return self.state.settling and all(
-            not r.busy and r.newest_seen <= r.version for r in self.state.registers
+            not r.busy and not self.state.better_heads(r) for r in self.state.registers
         )
 
     def save(self) -> dict[str, Any]:
@@ -276,7 +276,7 @@ class Node:
         if register.version > before:
             self.state.merges += 1
             contributor.version_reached(self.state, register)
-            self.follower.install(register)
+            contributor.hand_over(self.state, register)
 
     def _leave(self) -> None:
         state = self.state
@@ -295,26 +295,19 @@ class Node:
         if state.now >= self._next_heartbeat:
             self._heartbeat()
             state.membership.forget(state.now)
+            self.follower.look_around()
             self._start_from_genesis()
         self.synchronizer.look_around()
 
     def _start_from_genesis(self) -> None:
         """Nobody who is here has anything newer: take version 0 from those who made it."""
         state = self.state
-        if (
-            self._genesis_at is None
-            or state.now < self._genesis_at
-            or not state.config.genesis_donors
-        ):
+        if self._genesis_at is None or state.now < self._genesis_at:
             return
         for register in state.registers:
-            if register.chain is None and not self._somebody_has(register):
-                donors = state.config.genesis_donors
-                self.follower.ask(register, donors[register.failures % len(donors)])
-
-    def _somebody_has(self, register: Register) -> bool:
-        alive = self.state.membership.alive(self.state.now)
-        return any(m.heartbeat and m.heartbeat.heads[register.index].version >= 0 for m in alive)
+            if register.chain is None and not state.better_heads(register):
+                for donor in state.config.genesis_donors:
+                    self.follower.ask(register, donor)
 
     def _heartbeat(self) -> None:
         state = self.state
@@ -351,7 +344,7 @@ class Node:
 
 def _head(register: Register) -> Head:
     chain = register.chain
-    if chain is None or register.distrusted:
+    if chain is None:
         return Head(-1, EMPTY_DIGEST, 0)
     return Head(chain.version, chain.digest, chain.head.tokens_total if chain.head else 0)
 

@@ -41,7 +41,7 @@ class Pursuit:
 @dataclass(slots=True)
 class Register:
     """`chain` is None while we hold no state; `installed` is the version that the learner trains
-    on, if any.
+    on, if any, `handed` the digest of the newest one given to it.
 
     `steps` are inner steps since the learner received `installed`. `fence` is the highest (term,
     attempt) seen. `asked` was asked for its records after version `asked_after`.
@@ -52,6 +52,7 @@ class Register:
     installed: int | None = None
     steps: int = 0
     fence: tuple[int, int] = (0, 0)
+    handed: str | None = None
     offer: Offer | None = None
     round: Round | None = None
     pursuit: Pursuit | None = None

@@ -578,6 +578,8 @@ class World:
             machine.catching_up[fragment] -= 1
         event = events.StateReached(fragment, state.version, state.digest, record)
         self.handle(machine, event)
+        if record is None:
+            self._save(machine)  # the disk has another lineage now, on which other tokens are lost
         if transfer.item < transfer.num_items:
             self._next_chunk(machine, transfer)
 
