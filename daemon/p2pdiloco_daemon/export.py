@@ -24,7 +24,7 @@ from p2pdiloco.optim.fragments import Fragment, fragments_of
 from p2pdiloco.protocol.lineage import unpack_record
 from p2pdiloco.spec import DataSpec, RunSpec
 from p2pdiloco_daemon.place import open_place
-from p2pdiloco_daemon.replica import Replica, Vector
+from p2pdiloco_daemon.replica import FragmentState, Replica, Vector
 from p2pdiloco_daemon.store import Store
 
 
@@ -38,7 +38,8 @@ def export_checkpoint(node_directory: Path, directory: Path) -> None:
     if signed is None:
         raise UserError(f"{node_directory} has not received its run yet; let it join first")
     fragments = fragments_of(signed.spec)
-    anchors = newest_anchors(signed.spec, fragments, node_directory)
+    states = newest_states(signed.spec, fragments, node_directory)
+    anchors = [state.anchor for state in states]
     write_checkpoint(signed.spec, fragments, anchors, directory)
 
 
@@ -64,9 +65,9 @@ def sample_checkpoint(
     )
 
 
-def newest_anchors(
+def newest_states(
     spec: RunSpec, fragments: Sequence[Fragment], node_directory: Path
-) -> list[Vector]:
+) -> list[FragmentState]:
     """What a node's directory holds of each fragment, merges after its snapshots applied."""
     replica = Replica(
         fragments,
@@ -76,7 +77,7 @@ def newest_anchors(
         merge_rule=spec.sync.merge,
     )
     with Store(node_directory, len(fragments), read_only=True) as store:
-        return [_newest_anchor(replica, store, fragment.index) for fragment in fragments]
+        return [_newest_state(replica, store, fragment.index) for fragment in fragments]
 
 
 def write_checkpoint(
@@ -128,7 +129,7 @@ def _tokenizer(data: DataSpec) -> PreTrainedTokenizerFast:
     return AutoTokenizer.from_pretrained(data.tokenizer, model_max_length=data.sequence_length)
 
 
-def _newest_anchor(replica: Replica, store: Store, fragment: int) -> Vector:
+def _newest_state(replica: Replica, store: Store, fragment: int) -> FragmentState:
     stored = store.load(fragment)
     if stored is None:
         raise UserError(
@@ -152,7 +153,7 @@ def _newest_anchor(replica: Replica, store: Store, fragment: int) -> Vector:
                 f"expected {record.state_digest[:8]}; start the node, which fetches it again"
             )
         replica.put(state)
-    return state.anchor
+    return state
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ SIGNED_SPEC_FILE = "run.spec"
 
 def prepare_run(draft: RunSpec, owner: Identity, directory: Path) -> SignedSpec:
     """The run of this draft in `directory`: the one that is there, or a new one."""
-    existing = _read_signed(directory / SIGNED_SPEC_FILE)
+    existing = read_signed_spec(directory)
     if existing is not None:
         _require_same_run(existing, draft, owner, directory)
         return existing
@@ -83,7 +83,9 @@ def _genesis_in_child(draft: RunSpec, directory: Path) -> GenesisSpec:
     return GenesisSpec.model_validate_json(child.stdout)
 
 
-def _read_signed(path: Path) -> SignedSpec | None:
+def read_signed_spec(directory: Path) -> SignedSpec | None:
+    """The run in a bootstrap peer's directory, verified; None if there is none yet."""
+    path = directory / SIGNED_SPEC_FILE
     try:
         return SignedSpec.unpack(path.read_bytes(), verify_with_key)
     except FileNotFoundError:

@@ -20,7 +20,7 @@ from p2pdiloco_bootstrap.identity import Identity
 from p2pdiloco_bootstrap.invite import make_invite
 from p2pdiloco_daemon.export import (
     export_checkpoint,
-    newest_anchors,
+    newest_states,
     sample_checkpoint,
     write_checkpoint,
 )
@@ -152,7 +152,8 @@ def test_it_generates_with_plain_transformers(exported: Path) -> None:
 
 
 def test_the_newest_anchors_have_the_merges_after_the_snapshots(node: Node) -> None:
-    anchors = newest_anchors(node.spec, fragments_of(node.spec), node.directory)
+    states = newest_states(node.spec, fragments_of(node.spec), node.directory)
+    anchors = [state.anchor for state in states]
     for anchor, expected in zip(anchors, node.anchors, strict=True):
         np.testing.assert_array_equal(anchor, expected)
 
@@ -163,9 +164,9 @@ def test_a_merge_that_leads_elsewhere_is_told(node: Node, tmp_path: Path) -> Non
     with Store(damaged, len(node.states)) as store:
         store.save_merge(MERGED, 1, node.payload, wrong.pack())
     with pytest.raises(
-        StoreError, match="merge 1 of fragment 2 on disk gives .* expected 00000000"
+        StoreError, match=r"merge 1 of fragment 2 on disk gives .* expected 00000000"
     ):
-        newest_anchors(node.spec, fragments_of(node.spec), damaged)
+        newest_states(node.spec, fragments_of(node.spec), damaged)
 
 
 def test_samples_follow_from_the_seed_and_go_beyond_the_trained_length(exported: Path) -> None:
@@ -198,6 +199,6 @@ def test_what_is_missing_is_told(node: Node, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has not joined a run yet"):
         export_checkpoint(tmp_path, tmp_path / "out")
     with pytest.raises(UserError, match="fragment 0 of the model yet"):
-        newest_anchors(node.spec, fragments_of(node.spec), tmp_path)
+        newest_states(node.spec, fragments_of(node.spec), tmp_path)
     with pytest.raises(UserError, match="is no exported model"):
         sample_checkpoint(tmp_path, "", 1, 0)

@@ -158,12 +158,15 @@ def test_all_living_nodes_must_settle_on_the_same_heads(
     assert reader.settled() is settled
 
 
-def test_two_interrupts_mean_hurry() -> None:
-    requests = StopRequests()
+def test_interrupts_stop_then_hurry_then_drop_everything() -> None:
+    cancelled: list[bool] = []
+    requests = StopRequests(lambda: cancelled.append(True))
     requests.add()
     assert (requests.stop.is_set(), requests.hurry.is_set()) == (True, False)
     requests.add()
-    assert requests.hurry.is_set()
+    assert (requests.hurry.is_set(), cancelled) == (True, [])
+    requests.add()
+    assert cancelled == [True]
 
 
 def test_the_view_shows_every_node() -> None:

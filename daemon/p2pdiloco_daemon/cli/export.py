@@ -28,7 +28,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(arguments: argparse.Namespace) -> int:
     node: Path = arguments.node or last_node()
     # imported late: torch takes seconds, and a wrong argument should be told at once
+    from transformers.utils import logging
+
     from p2pdiloco_daemon.export import export_checkpoint
+
+    logging.disable_progress_bar()
 
     export_checkpoint(node, arguments.directory)
     print(f"{arguments.directory}: written from {node}")

@@ -21,7 +21,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(arguments: argparse.Namespace) -> int:
     # imported late: torch takes seconds
+    from transformers.utils import logging
+
     from p2pdiloco_daemon.export import sample_checkpoint
+
+    logging.disable_progress_bar()
 
     text = sample_checkpoint(
         arguments.directory, arguments.prompt, arguments.tokens, arguments.seed

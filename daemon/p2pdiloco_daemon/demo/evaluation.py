@@ -1,15 +1,24 @@
-"""What the nodes left on disk: their anchors' digests, the model's loss before and after, a sample.
+"""What the nodes left on disk: their states' digests, the model's loss before and after, a sample.
 
 A child process, because it loads torch and the model, and the supervisor only watches.
 """
 
 import asyncio
+import os
+import shutil
 import sys
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-_SAMPLE_PROMPT = "In the beginning "
+from p2pdiloco.optim.fragments import fragments_of
+from p2pdiloco.spec import ModelSpec, RunSpec
+from p2pdiloco_daemon.genesis import genesis_path, read_signed_spec
+from p2pdiloco_daemon.replica import Vector, unpack_state
+
+_PROMPT = "In the beginning "
 _SAMPLE_TOKENS = 300
 
 
@@ -20,7 +29,7 @@ class Request(BaseModel):
 
     bootstrap: Path
     nodes: dict[str, Path]
-    """Directories of the nodes to compare; the first one's model is evaluated and exported."""
+    """Directories of the nodes to compare; the first one's model is exported and evaluated."""
     checkpoint: Path
     """Where to export to; what is there is replaced."""
 
@@ -33,6 +42,7 @@ class Findings(BaseModel):
     loss_before: float
     """Nats per byte of the whole held-out text, with the genesis weights."""
     loss_after: float
+    """The same, with the exported checkpoint."""
     sample: str
     checkpoint: str
     state_digests: dict[str, list[str]]
@@ -47,12 +57,77 @@ async def evaluate(request: Request) -> Findings:
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},  # more threads are slower on a busy machine
     )
     try:
         output, complaint = await child.communicate(request.model_dump_json().encode())
     finally:
         if child.returncode is None:
             child.kill()
+            await child.wait()
     if child.returncode != 0:
         raise RuntimeError(f"the evaluation failed:\n{complaint.decode(errors='replace')}")
     return Findings.model_validate_json(output)
+
+
+def examine(request: Request) -> Findings:
+    """What the child does. Imports torch."""
+    from p2pdiloco_daemon.export import newest_states, sample_checkpoint, write_checkpoint
+
+    signed = read_signed_spec(request.bootstrap)
+    assert signed, "the bootstrap peer has run"
+    spec, fragments = signed.spec, fragments_of(signed.spec)
+    states = {
+        name: newest_states(spec, fragments, directory) for name, directory in request.nodes.items()
+    }
+    shutil.rmtree(request.checkpoint, ignore_errors=True)
+    newest = next(iter(states.values()))
+    write_checkpoint(spec, fragments, [state.anchor for state in newest], request.checkpoint)
+    with tempfile.TemporaryDirectory() as scratch:
+        before = Path(scratch) / "genesis"
+        write_checkpoint(spec, fragments, _genesis_anchors(request.bootstrap, spec), before)
+        loss_before, loss_after = _losses(spec, (before, request.checkpoint))
+    continued = sample_checkpoint(request.checkpoint, _PROMPT, _SAMPLE_TOKENS, spec.seed)
+    return Findings(
+        loss_before=loss_before,
+        loss_after=loss_after,
+        sample=_PROMPT + continued,
+        checkpoint=str(request.checkpoint),
+        state_digests={name: [state.digest for state in found] for name, found in states.items()},
+    )
+
+
+def _losses(spec: RunSpec, checkpoints: Sequence[Path]) -> list[float]:
+    """Nats per byte of the whole held-out text with each of the models."""
+    from p2pdiloco.learn.evaluate import held_out_loss
+    from p2pdiloco.learn.models import build_model
+    from p2pdiloco.learn.text import BLOCK_BYTES, open_text
+
+    text, length = open_text(spec.data), spec.data.sequence_length
+    # as many windows as lie side by side in a block: every token counts once
+    windows_per_block = max(1, BLOCK_BYTES // length)
+    loaded = (build_model(ModelSpec(checkpoint=str(path)), 0, length) for path in checkpoints)
+    return [held_out_loss(model, text, length, windows_per_block) for model in loaded]
+
+
+def _genesis_anchors(directory: Path, spec: RunSpec) -> list[Vector]:
+    assert spec.genesis, "a verified spec is complete"
+    return [
+        unpack_state(
+            bytearray(genesis_path(directory, fragment.index).read_bytes()),
+            fragment.index,
+            fragment.size,
+            digest,
+        ).anchor
+        for fragment, digest in zip(fragments_of(spec), spec.genesis.state_digests, strict=True)
+    ]
+
+
+def _main() -> int:
+    request = Request.model_validate_json(sys.stdin.buffer.read())
+    sys.stdout.write(examine(request).model_dump_json())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

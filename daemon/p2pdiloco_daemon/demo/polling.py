@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import aiohttp
 
 from p2pdiloco_daemon.demo.processes import NodeProcess
+from p2pdiloco_daemon.status.app import ACTION_HEADER
 from p2pdiloco_daemon.status.view import JsonObject
 
 _READ_TIMEOUT = aiohttp.ClientTimeout(total=2)
@@ -52,7 +53,8 @@ class StatusReader:
         if node.end is not None:
             return
         try:
-            async with self._session.post(_url(node, "settle"), timeout=_READ_TIMEOUT):
+            url, headers = _url(node, "settle"), {ACTION_HEADER: "1"}
+            async with self._session.post(url, headers=headers, timeout=_READ_TIMEOUT):
                 pass
         except (aiohttp.ClientError, TimeoutError):
             return  # `settled` will not see it settled, and the verdict says so

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,14 +36,20 @@ class DemoOptions:
 
 
 class StopRequests:
-    """Ctrl-C and SIGTERM, counted: the first asks to stop, the second not to wait."""
+    """Ctrl-C and SIGTERM, counted: to stop training, then not to wait, then to drop everything."""
 
-    def __init__(self) -> None:
+    def __init__(self, cancel: Callable[[], object]) -> None:
         self.stop = asyncio.Event()
         self.hurry = asyncio.Event()
+        self._cancel = cancel
 
     def add(self) -> None:
-        (self.hurry if self.stop.is_set() else self.stop).set()
+        if self.hurry.is_set():
+            self._cancel()
+        elif self.stop.is_set():
+            self.hurry.set()
+        else:
+            self.stop.set()
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -61,21 +67,26 @@ class StopRequests:
 async def run_demo(options: DemoOptions, display: Display) -> JsonObject:
     """The demo's JSON object; UserError if no node came up."""
     display.say("starting the bootstrap peer and making the first weights ...")
-    requests = StopRequests()
+    task = asyncio.current_task()
+    assert task
+    requests = StopRequests(task.cancel)
     with requests.listening():
         outcomes = await _train(options, display, requests)
-    if not outcomes:
-        raise UserError(f"no node came up; {_last_words(options.directory)}")
-    display.say("evaluating on the whole held-out text ...")
+        if not outcomes:
+            raise UserError(f"no node came up; {_last_words(options.directory)}")
+        display.say("evaluating on the whole held-out text ...")
+        requests.hurry.set()  # nothing to hurry from here on: the next one drops the evaluation
+        return result(await evaluate(_request(options, outcomes)), outcomes)
+
+
+def _request(options: DemoOptions, outcomes: Sequence[NodeOutcome]) -> Request:
+    """What to evaluate: the nodes that live, or what is left of the first one."""
     living = [outcome.name for outcome in outcomes if outcome.end is None]
-    findings = await evaluate(
-        Request(
-            bootstrap=options.directory / "bootstrap",
-            nodes={name: options.directory / name for name in living or [outcomes[0].name]},
-            checkpoint=options.checkpoint,
-        )
+    return Request(
+        bootstrap=options.directory / "bootstrap",
+        nodes={name: options.directory / name for name in living or [outcomes[0].name]},
+        checkpoint=options.checkpoint,
     )
-    return result(findings, outcomes)
 
 
 async def _train(

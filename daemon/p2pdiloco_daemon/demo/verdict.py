@@ -113,4 +113,6 @@ def _node_summary(node: NodeOutcome) -> JsonObject:
         "received_bytes": status["traffic"]["received_bytes"],
         "loop_lag_p99_ms": status["loop_lag"]["p99_ms"],
         "tokens": _closed_ledger(node),
+        "rejected": status["tokens"]["rejected"],
+        "lost": status["tokens"]["lost"],
     }

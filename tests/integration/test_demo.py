@@ -1,0 +1,110 @@
+"""The demo, as a newcomer runs it: three nodes train, one is killed, the others agree."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from p2pdiloco_daemon.status.view import JsonObject
+
+pytestmark = [pytest.mark.loopback, pytest.mark.slow, pytest.mark.timeout(420)]
+
+START_TIMEOUT_S = 180.0
+"""On a machine that runs other tests too."""
+
+
+def free_ports(count: int) -> int:
+    """The first of `count` neighbouring free ports."""
+    for first in range(18700, 28700, count):
+        probes = [socket.socket() for _ in range(count)]
+        try:
+            for offset, probe in enumerate(probes):
+                probe.bind(("127.0.0.1", first + offset))
+            return first
+        except OSError:
+            continue
+        finally:
+            for probe in probes:
+                probe.close()
+    raise AssertionError("no free ports")
+
+
+def status_of(port: int) -> JsonObject | None:
+    try:
+        url = f"http://127.0.0.1:{port}/api/status"
+        with urllib.request.urlopen(url, timeout=2) as response:
+            status: JsonObject = json.load(response)
+            return status
+    except OSError:
+        return None
+
+
+def wait_for(condition: Callable[[], bool], demo: "subprocess.Popen[str]") -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, "the nodes do not merge"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = demo.wait(timeout=0.5)
+            raise AssertionError(f"the demo ended early, with {code}")
+
+
+def pid_of(directory: Path) -> int:
+    """Of the daemon that holds the node's directory."""
+    return int((directory / "lock").read_text())
+
+
+def test_a_node_is_killed_and_the_others_agree(tmp_path: Path) -> None:
+    port = free_ports(3)
+    where = ["--dir", str(tmp_path / "demo"), "--port", str(port)]
+    demo = subprocess.Popen(
+        [sys.executable, *("-m", "p2pdiloco_daemon.cli.main", "demo"), "--json", *where],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+
+        def all_merged() -> bool:
+            statuses = [status_of(port + offset) for offset in range(3)]
+            return all(status and status["merges_total"] >= 6 for status in statuses)
+
+        wait_for(all_merged, demo)
+        os.kill(pid_of(tmp_path / "demo" / "node-2"), signal.SIGKILL)
+        before = status_of(port)
+        assert before is not None
+
+        def went_on() -> bool:
+            status = status_of(port)
+            return status is not None and status["merges_total"] >= before["merges_total"] + 12
+
+        wait_for(went_on, demo)
+        demo.send_signal(signal.SIGINT)
+        output, _ = demo.communicate(timeout=150)
+    finally:
+        if demo.poll() is None:
+            demo.terminate()
+            demo.communicate()
+
+    outcome = json.loads(output.splitlines()[-1])
+    assert demo.returncode == 0
+    assert [node["end"] for node in outcome["nodes"]] == [None, "killed by SIGKILL", None]
+    assert outcome["anchors_identical"] is True
+    tokens = outcome["tokens"]
+    assert tokens["merged"] > 0
+    assert tokens["processed"] == sum(
+        tokens[fate] for fate in ("merged", "pending", "rejected", "lost")
+    )
+    assert outcome["merges"] >= 18
+    assert outcome["loss_before"] > 5
+    assert outcome["loss_after"] < outcome["loss_before"] - 1
+    assert (Path(outcome["checkpoint"]) / "model.safetensors").exists()
+    assert [status_of(port + offset) for offset in range(3)] == [None, None, None]
