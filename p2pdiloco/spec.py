@@ -135,7 +135,7 @@ class InnerSpec(_Section):
 class OuterSpec(_Section):
     """The outer optimizer, SGD with Nesterov momentum, as every replica applies it to a merge."""
 
-    learning_rate: float = Field(default=0.7, gt=0, le=10)
+    learning_rate: float = Field(default=0.5, gt=0, le=10)
     momentum: Share = 0.3
     """0 merges by plain steps."""
 
@@ -145,7 +145,7 @@ class SyncSpec(_Section):
 
     strategy: Literal["quorum"] = "quorum"
     """A synchronizer, which rotates, merges what a quorum of learners offers."""
-    inner_steps: int = Field(default=24, ge=1, le=1_000_000)
+    inner_steps: int = Field(default=12, ge=1, le=1_000_000)
     """H: inner steps of the median learner between two merges of the same fragment."""
     num_fragments: int = Field(default=6, ge=1, le=FRAGMENTS_MAX)
     """P: fragments of the model, merged one after the other, one every H/P steps."""

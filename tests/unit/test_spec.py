@@ -58,7 +58,7 @@ def refusal(text: str) -> str:
 def test_a_name_is_enough() -> None:
     spec = parse_spec('name = "kjv"', "run.toml")
     assert spec.model.preset == "tiny"
-    assert (spec.sync.inner_steps, spec.sync.num_fragments) == (24, 6)
+    assert (spec.sync.inner_steps, spec.sync.num_fragments) == (12, 6)
 
 
 def test_lists_become_tuples() -> None:
@@ -112,8 +112,8 @@ def test_lists_become_tuples() -> None:
             "run.toml: sync.quorum: expected greater than or equal to 1, got 0",
         ),
         (
-            'name = "a"\n[sync]\noverlap_steps = 24',
-            "run.toml: sync: overlap_steps must be smaller than inner_steps = 24, got 24",
+            'name = "a"\n[sync]\noverlap_steps = 12',
+            "run.toml: sync: overlap_steps must be smaller than inner_steps = 12, got 12",
         ),
         (
             'name = "a"\n[sync]\nquorum = 65',
@@ -145,7 +145,7 @@ def test_a_mistake_is_named(text: str, words: str) -> None:
 
 def test_more_fragments_than_steps_are_refused() -> None:
     words = refusal('name = "a"\n[sync]\nnum_fragments = 25')
-    assert words.startswith("run.toml: sync: num_fragments must be at most inner_steps = 24")
+    assert words.startswith("run.toml: sync: num_fragments must be at most inner_steps = 12")
 
 
 def test_every_mistake_is_listed() -> None:
