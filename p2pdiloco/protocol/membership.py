@@ -31,7 +31,10 @@ ALL_TO_ALL_MAX = 8
 
 @dataclass(slots=True)
 class Member:
-    """What is known of another node; `last_news` is -inf until it was heard of."""
+    """What is known of another node; `last_news` is -inf until it was heard of.
+
+    Without further news it counts as alive until `alive_until`.
+    """
 
     peer: PeerId
     since: float
@@ -40,6 +43,7 @@ class Member:
     last_news: float = float("-inf")
     interval_s: float = HEARTBEAT_S
     deviation_s: float = HEARTBEAT_S / 2
+    alive_until: float = float("-inf")
     left: bool = False
     heartbeat: Heartbeat | None = None
 
@@ -68,13 +72,14 @@ class Member:
             self.deviation_s += 0.25 * (abs(gap - self.interval_s) - self.deviation_s)
             self.interval_s += 0.125 * (gap - self.interval_s)
         self.incarnation, self.sequence, self.last_news = incarnation, sequence, now
+        self.alive_until = now + self.patience_s
 
     @property
     def patience_s(self) -> float:
         return min(max(self.interval_s + 4 * self.deviation_s, SUSPECT_MIN_S), SUSPECT_MAX_S)
 
     def alive(self, now: float) -> bool:
-        return not self.left and now - self.last_news <= self.patience_s
+        return now <= self.alive_until and not self.left
 
 
 @dataclass

@@ -41,6 +41,11 @@ def _is_small_talk(event: events.Event) -> bool:
     )
 
 
+def _weight(head: Record | None) -> tuple[int, int]:
+    """More merged tokens win, then the smaller digest; said here again, independent of the core."""
+    return (head.tokens_total, -int(head.digest, 16)) if head else (0, 0)
+
+
 class PromiseBroken(AssertionError):
     """What was promised, when and where it was broken, and how to see it again."""
 
@@ -72,6 +77,9 @@ class Checkers:
         """Machines whose donors' records did not reach back to where the lineages part: donors
         restart with few records. What became of their tokens in between is not known to them.
         """
+        self.slowest_spread_s = 0.0
+        """From a commit to the last machine that has it."""
+        self._committed_at: dict[str, float] = {}
         self._children: dict[tuple[int, str], str] = {}
         self._states: dict[tuple[int, int, str], str] = {}
         self._stands: dict[tuple[PeerId, int], _Stand] = {}
@@ -158,6 +166,7 @@ class Checkers:
     def committing(self, machine: Machine, record: Record) -> None:
         self.merges[machine.name] += 1
         self.last_merge[record.fragment] = self.world.now
+        self._committed_at[record.digest] = self.world.now
         known = self._children.setdefault((record.fragment, record.parent), record.digest)
         self.forks += known != record.digest
         if len(record.contributors) < self.world.swarm.quorum:
@@ -195,6 +204,8 @@ class Checkers:
         if state is None or state.version != chain.version:
             raise self.broken(machine.name, f"chain at v{chain.version}, replica at {state}")
         self._same_state(machine, fragment, state)
+        took_s = self.world.now - self._committed_at.get(digest, self.world.now)
+        self.slowest_spread_s = max(self.slowest_spread_s, took_s)
         if before:
             grew = self._grew_from(before, chain.head)
             if not grew:
@@ -202,13 +213,13 @@ class Checkers:
             shared = before.version if grew else self._fork_point(before, chain.head)
             if chain.base > shared:
                 self.blind.add(machine.name)
-        self._stands[key] = _Stand(chain.weight, chain.version, digest)
+        self._stands[key] = _Stand(_weight(chain.head), chain.version, digest)
 
     def _is_heavier(self, machine: Machine, before: _Stand, register: Register) -> None:
         chain, pursuit = register.chain, register.pursuit
         assert chain
-        aim = pursuit.lineage[-1].weight if pursuit else chain.weight
-        if max(aim, chain.weight) <= before.weight and not register.distrusted:
+        aim = pursuit.lineage[-1] if pursuit else chain.head
+        if max(_weight(aim), _weight(chain.head)) <= before.weight and not register.distrusted:
             raise self.broken(
                 machine.name,
                 f"fragment {register.index} went from v{before.version} to v{chain.version} of a "
