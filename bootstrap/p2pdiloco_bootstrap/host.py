@@ -50,6 +50,9 @@ CONNECT_TIMEOUT_S = 8.0
 CLOSE_TIMEOUT_S = 2.0
 """For each step of leaving."""
 
+RELAY_PROBE_S = 2.0
+"""For a bootstrap peer to take a TCP connection before we start."""
+
 DHT_WAIT_S = 0.5
 """For a DHT peer to answer. With hivemind's 3 s a store beside one hung peer took 6 s."""
 
@@ -226,7 +229,8 @@ async def open_host(options: HostOptions) -> AsyncIterator[Host]:
     use_hivemind_log_handler("nowhere")
     async with AsyncExitStack() as stack:
         sockets = stack.enter_context(_socket_prefix(options.identity_path))
-        arguments = _p2pd_arguments(options, listen, f"/unix{sockets}p2pd.sock")
+        relays = await _live_relays(options)
+        arguments = _p2pd_arguments(options, listen, f"/unix{sockets}p2pd.sock", relays)
         daemon = await stack.enter_async_context(running_p2pd(arguments))
         p2p = await stack.enter_async_context(_p2p_client(sockets))
         dht = await stack.enter_async_context(_dht_node(p2p, identity))
@@ -239,7 +243,34 @@ async def open_host(options: HostOptions) -> AsyncIterator[Host]:
         yield host
 
 
-def _p2pd_arguments(options: HostOptions, listen: str, control: str) -> list[str]:
+async def _live_relays(options: HostOptions) -> list[str]:
+    """One address of each bootstrap peer that takes a TCP connection.
+
+    p2pd waits three minutes before it reserves a relay slot unless it reaches as many different
+    peers as it was given trusted relays: neither a dead one nor a second address may be among them.
+    """
+    if not options.bootstraps or options.reachability == "public":
+        return []
+
+    async def answers(address: str) -> bool:
+        match address.split("/"):
+            case ["", "ip4" | "ip6" | "dns4" | "dns6", host, "tcp", port, *_] if port.isdigit():
+                with suppress(OSError):
+                    async with asyncio.timeout(RELAY_PROBE_S):
+                        _, writer = await asyncio.open_connection(host, int(port))
+                        writer.transport.abort()
+                        return True
+        return False
+
+    async with asyncio.TaskGroup() as group:
+        probes = {a: group.create_task(answers(a)) for a in options.bootstraps}
+    alive = {multiaddrs.split_peer(a)[1]: a for a, probe in probes.items() if probe.result()}
+    return list(alive.values())
+
+
+def _p2pd_arguments(
+    options: HostOptions, listen: str, control: str, relays: Sequence[str]
+) -> list[str]:
     local = multiaddrs.is_loopback(listen)
     flags: dict[str, object] = {
         "listen": control,
@@ -258,8 +289,8 @@ def _p2pd_arguments(options: HostOptions, listen: str, control: str) -> list[str
     }
     if options.announced:
         flags["announceAddrs"] = ",".join(options.announced)
-    if options.bootstraps and options.reachability != "public" and not local:
-        flags |= {"autoRelay": 1, "trustedRelays": ",".join(options.bootstraps)}
+    if relays and not local:
+        flags |= {"autoRelay": 1, "trustedRelays": ",".join(relays)}
     if options.reachability != "auto":
         flags[f"forceReachability{options.reachability.title()}"] = 1
     return [f"-{name}={value}" for name, value in flags.items()]

@@ -5,6 +5,7 @@ is authenticated; `serving_on_tcp` serves the same on a socket, for tests and be
 """
 
 import asyncio
+import logging
 import os
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -18,6 +19,8 @@ from aiohttp.typedefs import Handler, Middleware
 
 Body = bytes | bytearray | memoryview | Path
 """What can be sent: a buffer that nobody changes meanwhile, or a file."""
+
+log = logging.getLogger(__name__)
 
 PLAIN_TCP = "plain-tcp"
 """`sender()` of a request that did not come over an authenticated stream."""
@@ -107,10 +110,10 @@ async def send_body(
                 await response.write(chunk)
             traffic.up[kind] += len(chunk)
         await response.write_eof()
-    except TimeoutError:
+    except (ConnectionError, TimeoutError) as error:  # the receiver went away, or takes no data
+        log.debug("%s does not take %s to the end: %s", sender(), request.path, error)
         if request.transport is not None:
             request.transport.abort()
-        raise ConnectionResetError("the receiver takes no data; connection dropped") from None
     finally:
         await source.close()
     return response
