@@ -19,9 +19,10 @@ from p2pdiloco.protocol.lineage import (
     check_record,
 )
 from p2pdiloco.protocol.membership import ALL_TO_ALL_MAX
-from p2pdiloco.protocol.naming import PeerId
+from p2pdiloco.protocol.naming import PeerId, sentence
+from p2pdiloco.protocol.pauses import backoff_s
 from p2pdiloco.protocol.register import Pursuit, Register
-from p2pdiloco.protocol.state import NodeState
+from p2pdiloco.protocol.state import RETRY_MAX_S, RETRY_S, NodeState
 from p2pdiloco.protocol.synchronizer import Synchronizer, line_of, remember
 from p2pdiloco.protocol.transfer import adopted_chain, plan_catch_up
 from p2pdiloco.protocol.wire import Committed, Heartbeat
@@ -31,9 +32,10 @@ PURSUITS_MAX = 4
 stay bounded.
 """
 DONORS_MAX = 8
-RETRY_S = 0.5
-"""Pause after a failed catch-up, doubled with each failure in a row up to `RETRY_MAX_S`."""
-RETRY_MAX_S = 15.0
+ANSWER_S = 20.0
+"""A question that is not answered for so long is forgotten: who announces much and answers slowly
+must not keep us from asking others.
+"""
 
 
 class Follower:
@@ -49,7 +51,9 @@ class Follower:
         """
         node, register = self.node, self.node.registers[record.fragment]
         check_record(record, node.config.run_id, node.signer)
-        register.newest_seen = max(register.newest_seen, record.version)
+        if record.digest == register.disbelieved or not node.may_ask(sender):
+            node.refuse("a record of a peer that was of no use")
+            return
         if register.chain is None:
             self.ask(register, sender)
             return
@@ -57,12 +61,12 @@ class Follower:
         match verdict:
             case Verdict.KNOWN:
                 return
-            case Verdict.EXTENDS:
+            case Verdict.EXTENDS if not register.distrusted:
                 self._extend(register, sender, record)
             case Verdict.LIGHTER:
                 node.refuse("a record of an older version or a lighter lineage")
                 node.tell_head(sender, register)
-            case Verdict.AHEAD | Verdict.HEAVIER:
+            case Verdict.AHEAD | Verdict.HEAVIER | Verdict.EXTENDS:
                 self.ask(register, sender)
 
     def _extend(self, register: Register, sender: PeerId, record: Record) -> None:
@@ -70,8 +74,7 @@ class Follower:
         assert chain
         if register.pursuit:
             return
-        before = chain.head.tokens_total if chain.head else 0
-        if record.tokens_total != before + record.tokens:
+        if record.tokens_total != chain.tokens_total + record.tokens:
             raise PeerError(f"tokens_total of {record.version} does not add up")
         self.synchronizer.give_up(register, f"{record.synchronizer[-8:]} committed it first")
         self._forward(sender, record)
@@ -88,13 +91,17 @@ class Follower:
 
     def heartbeat(self, sender: PeerId, heartbeat: Heartbeat) -> None:
         for register, head in zip(self.node.registers, heartbeat.heads, strict=True):
-            register.newest_seen = max(register.newest_seen, head.version)
-            if head.version >= 0 and self._better(register, head.weight):
+            if head.version >= 0 and register.gains_from(head.weight):
                 self.ask(register, sender)
 
-    @staticmethod
-    def _better(register: Register, weight: tuple[int, int]) -> bool:
-        return register.chain is None or weight > register.chain.weight or register.distrusted
+    def look_around(self) -> None:
+        """Now and then: forget questions without answer, and look who has something newer."""
+        node = self.node
+        for register in node.registers:
+            if register.asked and node.now > register.asked_at + ANSWER_S:
+                self._of_no_use(register, register.asked, "no answer to a question for records")
+            newer = (head.version for head in node.better_heads(register))
+            register.newest_seen = max(newer, default=register.version)
 
     # ---------------------------------------------------------------- asking and planning
 
@@ -103,13 +110,13 @@ class Follower:
         under_way = sum(r.busy for r in node.registers)
         if register.busy or under_way >= PURSUITS_MAX or node.now < register.retry_at or node.gone:
             return
-        if not node.cooled_down(peer):
+        if not node.may_ask(peer):
             return
         depth = RECORDS_KEPT if register.distrusted else 0
         self._fetch(register, peer, max(0, register.version - depth))
 
     def _fetch(self, register: Register, peer: PeerId, after: int) -> None:
-        register.asked, register.asked_after = peer, after
+        register.asked, register.asked_after, register.asked_at = peer, after, self.node.now
         self.node.do(FetchRecords(peer, register.index, after))
 
     def records_fetched(self, event: events.RecordsFetched) -> None:
@@ -125,22 +132,31 @@ class Follower:
                 register.index,
                 lambda record: check_record(record, node.config.run_id, node.signer),
             )
+        except PeerError as error:
+            node.refuse(str(error), event.peer)
+            return
+        try:
             if self._forked(register, event.records):
                 deeper = max(0, register.version - RECORDS_KEPT)
                 self._fetch(register, event.peer, deeper)
                 return
             plan = plan_catch_up(
-                None if register.distrusted else register.chain,
+                register.chain,
                 event.records,
                 event.snapshots,
                 node.config.genesis_digests[register.index],
                 register.index,
                 replay=register.failures == 0,
+                distrusted=register.distrusted,
             )
         except PeerError as error:
-            self._failed(register, str(error))
+            self._of_no_use(register, event.peer, str(error))
             return
-        if plan:
+        if plan is None:
+            self._disappointed(register, event.peer)
+        elif any(record.digest == register.disbelieved for record in plan[1]):
+            self._of_no_use(register, event.peer, "its lineage has a record that is wrong")
+        else:
             self._pursue(register, plan[0], plan[1], event.peer, event.records)
 
     @staticmethod
@@ -151,11 +167,19 @@ class Follower:
             return False
         return chain.common_version(records) is None
 
+    def _disappointed(self, register: Register, peer: PeerId) -> None:
+        """It had nothing newer. Either we have caught up meanwhile, or it announces what it does
+        not have.
+        """
+        member = self.node.membership.members.get(peer)
+        announced = member.heartbeat.heads[register.index] if member and member.heartbeat else None
+        if announced and register.gains_from(announced.weight):
+            self._of_no_use(register, peer, "it does not have the records that it announced")
+
     def records_failed(self, event: events.RecordsFailed) -> None:
         register = self.node.registers[event.fragment]
         if register.asked == event.peer:
-            register.asked = None
-            self._failed(register, f"{event.peer[-8:]} did not give its records: {event.reason}")
+            self._of_no_use(register, event.peer, f"no records: {event.reason}")
 
     def _pursue(
         self,
@@ -175,7 +199,7 @@ class Follower:
             records=records,
             donors=self._donors(register, source, target),
         )
-        register.pursuit = Pursuit(catch_up, lineage)
+        register.pursuit = Pursuit(catch_up, lineage, source)
         self.synchronizer.give_up(register, "a newer version is being fetched")
         self.node.do(catch_up)
 
@@ -188,7 +212,9 @@ class Follower:
         node, p = self.node, register.index
         version = target.version if target else 0
         holders = [
-            m.peer for m, h in node.membership.ready(node.now) if h.heads[p].version >= version
+            m.peer
+            for m, h in node.membership.ready(node.now)
+            if h.heads[p].version >= version and node.may_ask(m.peer)
         ]
         first = [source, *([target.synchronizer] if target else [])]
         donors = dict.fromkeys([*first, *holders, *node.config.genesis_donors])
@@ -212,8 +238,9 @@ class Follower:
         if event.version == pursuit.target:
             register.pursuit = None
             node.note(_arrival(register, pursuit))
+            node.unhelpful.forgive(pursuit.source)
             register.due_since = None
-            self.install(register)
+            contributor.hand_over(node, register)
 
     def _adopt(self, register: Register, pursuit: Pursuit, version: int) -> None:
         """A snapshot was loaded: the chain is now that of the donor up to there."""
@@ -231,7 +258,8 @@ class Follower:
 
     def catch_up_failed(self, event: events.CatchUpFailed) -> None:
         node, register = self.node, self.node.registers[event.fragment]
-        register.pursuit = None
+        pursuit, register.pursuit = register.pursuit, None
+        assert pursuit, f"fragment {event.fragment} was not being caught up"
         if event.diverged:
             self._diverged(register, pursuit)
         self._failed(register, pursuit.source, event.reason)
@@ -250,15 +278,24 @@ class Follower:
         else:
             register.distrusted, register.doubted = True, record.digest
             node.refuse("this node's own state had diverged")
-        self._failed(register, event.reason)
-        if register.chain and register.installed != register.version and not event.diverged:
-            contributor.hand_over(node, register)
 
-    def _failed(self, register: Register, reason: str) -> None:
+    def _failed(self, register: Register, source: PeerId, reason: str) -> None:
         register.failures += 1
-        pause_s = min(RETRY_S * 2.0 ** (register.failures - 1), RETRY_MAX_S)
+        pause_s = backoff_s(RETRY_S, register.failures, RETRY_MAX_S)
         register.retry_at = self.node.now + pause_s
-        self.node.note(f"fragment {register.index}: {reason}; next try in {pause_s:.1f} s")
+        self.node.unhelpful.begin(source, self.node.now)
+        self.node.note(
+            f"fragment {register.index}: {sentence(reason)}; next try in {pause_s:.1f} s"
+        )
+
+    def _of_no_use(self, register: Register, peer: PeerId, reason: str) -> None:
+        """Others may be asked at once."""
+        register.asked = None
+        pause_s = self.node.unhelpful.begin(peer, self.node.now)
+        self.node.note(
+            f"fragment {register.index}: {sentence(reason)}; {peer[-8:]} is not asked again for "
+            f"{pause_s:.1f} s"
+        )
 
 
 def _first_lost(chain: Chain, lineage: Sequence[Record]) -> int:

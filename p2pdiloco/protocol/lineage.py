@@ -179,6 +179,10 @@ class Chain:
         return self.records[-1] if self.records else None
 
     @property
+    def tokens_total(self) -> int:
+        return self.records[-1].tokens_total if self.records else 0
+
+    @property
     def weight(self) -> tuple[int, int]:
         return self.records[-1].weight if self.records else (0, 0)
 
@@ -226,6 +230,8 @@ def check_links(records: Sequence[Record], fragment: int, check: Callable[[Recor
         check(record)
         if record.fragment != fragment:
             raise PeerError(f"asked for fragment {fragment}, got a record of {describe(record)}")
+        if record.version == 1 and record.tokens_total != record.tokens:
+            raise PeerError(f"tokens_total of {describe(record)} does not add up")
     for before, after in itertools.pairwise(records):
         linked = after.version == before.version + 1 and after.parent == before.digest
         if not linked or after.tokens_total != before.tokens_total + after.tokens:

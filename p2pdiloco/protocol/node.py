@@ -346,7 +346,7 @@ def _head(register: Register) -> Head:
     chain = register.chain
     if chain is None:
         return Head(-1, EMPTY_DIGEST, 0)
-    return Head(chain.version, chain.digest, chain.head.tokens_total if chain.head else 0)
+    return Head(chain.version, chain.digest, chain.tokens_total)
 
 
 def _check_fragment(fragment: int, num_fragments: int) -> None:

@@ -27,10 +27,11 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Pursuit:
-    """A catch-up under way towards the last of `lineage`."""
+    """A catch-up under way towards the last of `lineage`, which `source` told us of."""
 
     catch_up: CatchUp
     lineage: tuple[Record, ...]
+    source: PeerId
 
     @property
     def target(self) -> int:
@@ -44,30 +45,43 @@ class Register:
     on, if any, `handed` the digest of the newest one given to it.
 
     `steps` are inner steps since the learner received `installed`. `fence` is the highest (term,
-    attempt) seen. `asked` was asked for its records after version `asked_after`.
+    attempt) seen. `asked` was asked for its records after version `asked_after` at
+    `asked_at`.
     """
 
     index: int
     chain: Chain | None = None
     installed: int | None = None
+    handed: str | None = None
     steps: int = 0
     fence: tuple[int, int] = (0, 0)
-    handed: str | None = None
     offer: Offer | None = None
     round: Round | None = None
     pursuit: Pursuit | None = None
     asked: PeerId | None = None
     asked_after: int = 0
+    asked_at: float = 0.0
     retry_at: float = 0.0
     failures: int = 0
     distrusted: bool = False
-    """Our own state led to another digest than a record's: only a snapshot from others mends it."""
+    """Our own state led to another digest than a record's: a snapshot from others mends it."""
+    doubted: str | None = None
+    """Digest of that record. If a state from others leads elsewhere too, the record is wrong."""
+    disbelieved: str | None = None
+    """Digest of a record found wrong: it is followed no more."""
     due_since: float | None = None
     newest_seen: int = -1
+    """The newest version that anybody holds, as far as we know."""
 
     @property
     def version(self) -> int:
         return self.chain.version if self.chain else -1
+
+    def gains_from(self, weight: tuple[int, int]) -> bool:
+        """Whether it is worth asking for a lineage of this weight."""
+        if self.chain is None:
+            return True
+        return weight > self.chain.weight or (self.distrusted and weight == self.chain.weight)
 
     def attempt_in(self, term: int) -> int:
         """The highest attempt seen in this term."""

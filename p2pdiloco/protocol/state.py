@@ -18,13 +18,20 @@ from p2pdiloco.protocol.naming import PeerId, RoundId, sentence
 from p2pdiloco.protocol.pacing import Clocks, SyncTimes
 from p2pdiloco.protocol.pauses import Pauses
 from p2pdiloco.protocol.register import Register
-from p2pdiloco.protocol.wire import Committed, Message
+from p2pdiloco.protocol.wire import Committed, Head, Message
 
 ROUNDS_KEPT = 20
 """Ended rounds that the page shows."""
 STRIKE_S = 30.0
 """A peer whose bytes were wrong is left alone for this long, doubled with each further strike."""
 STRIKE_MAX_S = 3600.0
+RETRY_S = 0.5
+"""A peer that did not give what it announced is not asked again for this long, doubled with each
+failure in a row up to `RETRY_MAX_S`; a fragment waits as long after a failed catch-up.
+"""
+RETRY_MAX_S = 15.0
+UNBELIEVED_AFTER = 3
+"""Failures in a row after which nothing waits any more for what a peer announces."""
 REFUSALS_KEPT = 64
 """Reasons that are counted one by one: they may hold text of peers, who must not fill our memory.
 The rarest are counted together.
@@ -98,6 +105,7 @@ class NodeState:
     settling: bool = False
     gone: bool = False
     strikes: Pauses = field(default_factory=lambda: Pauses(STRIKE_S, STRIKE_MAX_S))
+    unhelpful: Pauses = field(default_factory=lambda: Pauses(RETRY_S, RETRY_MAX_S))
     out: list[Action] = field(default_factory=list)
 
     @property
@@ -131,6 +139,23 @@ class NodeState:
     def cooled_down(self, peer: PeerId) -> bool:
         """Whether the peer is not being left alone for something wrong that it sent."""
         return self.strikes.over(peer, self.now)
+
+    def may_ask(self, peer: PeerId) -> bool:
+        return self.cooled_down(peer) and self.unhelpful.over(peer, self.now)
+
+    def better_heads(self, register: Register) -> list[Head]:
+        """What living members hold that is newer than ours, or heavier, if they are to be
+        believed.
+        """
+        p = register.index
+        heads = [
+            m.heartbeat.heads[p]
+            for m in self.membership.alive(self.now)
+            if m.heartbeat
+            and self.cooled_down(m.peer)
+            and self.unhelpful.count(m.peer) < UNBELIEVED_AFTER
+        ]
+        return [h for h in heads if h.version >= 0 and register.gains_from(h.weight)]
 
     @property
     def ready(self) -> bool:

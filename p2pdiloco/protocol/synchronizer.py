@@ -246,8 +246,7 @@ class Synchronizer:
             refused=refused[:CONTRIBUTORS_MAX],
             term=round_.id.term,
             attempt=round_.id.attempt,
-            tokens_total=(chain.head.tokens_total if chain.head else 0)
-            + sum(part.tokens for part in parts),
+            tokens_total=chain.tokens_total + sum(part.tokens for part in parts),
             reason=sentence(round_.reason),
             synchronizer=node.me,
         ).signed(node.signer)

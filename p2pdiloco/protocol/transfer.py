@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from p2pdiloco.errors import PeerError
 from p2pdiloco.protocol.events import SnapshotInfo
-from p2pdiloco.protocol.lineage import Chain, Record
+from p2pdiloco.protocol.lineage import Chain, Record, describe
 
 Plan = tuple[SnapshotInfo | None, tuple[Record, ...]]
 """Load the snapshot, if any, then apply the merges of these records in order."""
@@ -18,22 +18,28 @@ def plan_catch_up(
     snapshots: Sequence[SnapshotInfo],
     genesis_digest: str,
     fragment: int,
+    *,
     replay: bool = True,
+    distrusted: bool = False,
 ) -> Plan | None:
     """None when the donor has nothing newer. `records` are checked, contiguous and ascending.
 
     A node that stands on the donor's lineage replays merges, which are a tenth of a state. One that
-    does not, or holds nothing, or found that the payloads are gone (`replay` is False), loads the
-    newest snapshot whose digest a record of that lineage (or the run spec, for version 0) vouches
-    for. Raises PeerError if there is none.
+    does not, or holds nothing, or found that the payloads are gone (`replay` is False), or that its
+    own state is `distrusted`, loads the newest snapshot whose digest a record of that lineage (or
+    the run spec, for version 0) vouches for. Raises PeerError if there is none.
     """
-    if chain and (not records or records[-1].weight <= chain.weight):
+    weight = records[-1].weight if records else (0, 0)
+    if chain and (weight < chain.weight or (weight == chain.weight and not distrusted)):
         return None
     vouched = [s for s in snapshots if _vouched(s, records, genesis_digest)]
-    if chain and chain.common_version(records) == chain.version:
+    if chain and not distrusted and chain.common_version(records) == chain.version:
         vouched = [s for s in vouched if s.version > chain.version]
+        newer = tuple(r for r in records if r.version > chain.version)
+        if newer[0].tokens_total != chain.tokens_total + newer[0].tokens:
+            raise PeerError(f"tokens_total of {describe(newer[0])} does not add up")
         if replay or not vouched:
-            return None, tuple(r for r in records if r.version > chain.version)
+            return None, newer
     if not vouched:
         raise PeerError(
             f"fragment {fragment}: the donor offers no snapshot that its {len(records)} records "

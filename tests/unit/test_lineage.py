@@ -136,6 +136,11 @@ def test_tokens_that_do_not_add_up_are_refused() -> None:
         check_links([first, inflated], 0, check)
 
 
+def test_a_first_record_with_an_inflated_total_is_refused() -> None:
+    with pytest.raises(PeerError, match="does not add up"):
+        check_links([make_record(tokens_total=10**9)], 0, check)
+
+
 def test_records_of_another_fragment_are_refused() -> None:
     with pytest.raises(PeerError, match="asked for fragment 0"):
         check_links(make_records(1, fragment=1), 0, check)

@@ -1,5 +1,5 @@
 import pytest
-from protocol_builders import GENESIS, make_chain, make_records
+from protocol_builders import GENESIS, make_chain, make_record, make_records
 
 from p2pdiloco.errors import PeerError
 from p2pdiloco.protocol.events import SnapshotInfo
@@ -15,9 +15,9 @@ def snapshot(record: Record) -> SnapshotInfo:
 
 
 def plan(
-    chain: Chain | None, records: list[Record], *snapshots: SnapshotInfo, replay: bool = True
+    chain: Chain | None, records: list[Record], *snapshots: SnapshotInfo, **how: bool
 ) -> Plan | None:
-    return plan_catch_up(chain, records, snapshots, GENESIS[0], 0, replay)
+    return plan_catch_up(chain, records, snapshots, GENESIS[0], 0, **how)
 
 
 def test_a_joiner_loads_the_newest_snapshot_and_replays_the_rest() -> None:
@@ -100,3 +100,16 @@ def test_older_records_stay_if_they_connect() -> None:
 def test_older_records_of_another_lineage_go() -> None:
     ours = make_chain(make_records(3, branch="ours"))
     assert adopted_chain(ours, RECORDS[2:], 5, GENESIS[0]).records == RECORDS[2:5]
+
+
+def test_a_distrusted_state_is_replaced_by_an_equal_one_but_not_by_a_lighter() -> None:
+    chain, newest = make_chain(RECORDS[:4]), snapshot(RECORDS[1])
+    assert plan(chain, RECORDS[:4], newest, distrusted=True) == (newest, tuple(RECORDS[2:4]))
+    assert plan(chain, RECORDS[:3], newest, distrusted=True) is None
+    assert plan(make_chain(), [], ZERO, distrusted=True) == (ZERO, ())
+
+
+def test_inflated_totals_are_not_followed() -> None:
+    inflated = make_record(RECORDS[3], tokens_total=10**9)
+    with pytest.raises(PeerError, match="does not add up"):
+        plan(make_chain(RECORDS[:4]), [inflated], ZERO)
