@@ -134,9 +134,13 @@ class StepsDone:
     step_s: float
     """Compute and data, all `steps` together."""
     stall_s: float
-    """What the swarm cost the learner before them: messages, installs, snapshots, checkpoints."""
+    """Between the steps: messages, installs, snapshots, checkpoints."""
     loss: float
     """Of the last step, nats per token."""
+    step_queued_s: float = 0.0
+    """The part of `step_s` in which the learner could have run and other programs had the cores."""
+    stall_queued_s: float = 0.0
+    """The same part of `stall_s`: not the swarm's doing, but that of a busy machine."""
 
 
 @dataclass(frozen=True, slots=True)

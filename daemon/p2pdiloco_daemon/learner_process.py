@@ -17,8 +17,8 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol, assert_never, get_args
 
@@ -186,7 +186,44 @@ def _sum(earlier: StepsDone, later: StepsDone) -> StepsDone:
         step_s=earlier.step_s + later.step_s,
         stall_s=earlier.stall_s + later.stall_s,
         loss=later.loss,
+        step_queued_s=earlier.step_queued_s + later.step_queued_s,
+        stall_queued_s=earlier.stall_queued_s + later.stall_queued_s,
     )
+
+
+class Stopwatch:
+    """Sums up spans of time, and how much of them this thread was ready to run and had no core."""
+
+    def __init__(self, clock: Clock, queued: Clock) -> None:
+        self._clock = clock
+        self._queued = queued
+        self._sums = 0.0, 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        started, queued = self._clock(), self._queued()
+        try:
+            yield
+        finally:
+            spent_s, queued_s = self._sums
+            self._sums = (
+                spent_s + self._clock() - started,
+                queued_s + self._queued() - queued,
+            )
+
+    def take(self) -> tuple[float, float]:
+        """Both sums in seconds, which start anew."""
+        sums, self._sums = self._sums, (0.0, 0.0)
+        return sums
+
+
+def queued_clock() -> Clock:
+    """The seconds in which the calling thread waited for a core, so far; only Linux tells."""
+    try:
+        fd = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return lambda: 0.0
+    return lambda: int(os.pread(fd, 64, 0).split()[1]) / 1e9
 
 
 class LearnerProcess:
@@ -201,6 +238,7 @@ class LearnerProcess:
         checkpoint: Path,
         eval_every_steps: int,
         clock: Clock = time.perf_counter,
+        queued: Clock = lambda: 0.0,
     ) -> None:
         self._control = control
         self._memory = memory
@@ -221,7 +259,8 @@ class LearnerProcess:
         self._evaluated_step = trainer.num_steps
         self._next_evaluation = clock()
         self._next_checkpoint = clock() + CHECKPOINT_PERIOD_S
-        self._stall_s = 0.0
+        self._steps = Stopwatch(clock, queued)
+        self._stalls = Stopwatch(clock, queued)
         self._stopping = False
 
     def run(self) -> None:
@@ -230,7 +269,8 @@ class LearnerProcess:
             while not self._stopping:
                 if not self._may_step():
                     self._control.wait()
-                self._pass_boundary()
+                with self._stalls.running():
+                    self._pass_boundary()
                 self._look_at_the_model()
                 if self._may_step():
                     self._step()
@@ -248,14 +288,12 @@ class LearnerProcess:
         return self._complete() and not self._paused and not self._stopping
 
     def _pass_boundary(self) -> None:
-        started = self._clock()
         for command in self._control.commands():
             self._take(command)
         self._install_arrivals()
         self._answer_snapshots()
-        if self._may_step() and started >= self._next_checkpoint:
+        if self._may_step() and self._clock() >= self._next_checkpoint:
             self._save()
-        self._stall_s += self._clock() - started
 
     def _take(self, command: Command) -> None:
         match command:
@@ -367,19 +405,22 @@ class LearnerProcess:
         self._control.post(Evaluated(loss, self._trainer.num_steps, ended - started))
 
     def _step(self) -> None:
-        started = self._clock()
-        result = self._trainer.step()
-        done = StepsDone(
-            step=self._trainer.num_steps,
-            steps=1,
-            tokens=result.tokens,
-            step_s=self._clock() - started,
-            stall_s=self._stall_s,
-            loss=result.loss,
+        with self._steps.running():
+            result = self._trainer.step()
+        step_s, step_queued_s = self._steps.take()
+        stall_s, stall_queued_s = self._stalls.take()
+        self._control.post(
+            StepsDone(
+                step=self._trainer.num_steps,
+                steps=1,
+                tokens=result.tokens,
+                step_s=step_s,
+                stall_s=stall_s,
+                loss=result.loss,
+                step_queued_s=step_queued_s,
+                stall_queued_s=stall_queued_s,
+            )
         )
-        started = self._clock()
-        self._control.post(done)
-        self._stall_s = self._clock() - started
 
 
 class _ModelJudge:
@@ -456,7 +497,13 @@ def _build(start: Start, control: Control, memory_fd: int) -> LearnerProcess:
             control.post(CheckpointFailed(str(error)))
     control.post(Ready(num_parameters(model), start.device, trainer.num_steps))
     return LearnerProcess(
-        control, memory, trainer, _ModelJudge(model, text, spec), checkpoint, start.eval_every_steps
+        control,
+        memory,
+        trainer,
+        _ModelJudge(model, text, spec),
+        checkpoint,
+        start.eval_every_steps,
+        queued=queued_clock(),
     )
 
 

@@ -32,7 +32,9 @@ class LearnerReport:
     device: str | None = None
     num_parameters: int | None = None
     compute_s: float = 0.0
+    compute_queued_s: float = 0.0
     stall_s: float = 0.0
+    stall_queued_s: float = 0.0
     restarts: int = 0
     last_error: str | None = None
     paused: bool = False
@@ -47,7 +49,9 @@ class LearnerReport:
             case learners.StepsDone():
                 self.state, self.step = view.LearnerState.TRAINING, event.step
                 self.compute_s += event.step_s
+                self.compute_queued_s += event.step_queued_s
                 self.stall_s += event.stall_s
+                self.stall_queued_s += event.stall_queued_s
                 self.loss = _smoothed(self.loss, event.loss)
                 self.losses.add(event.step, event.loss)
             case learners.Evaluated():
@@ -63,8 +67,9 @@ class LearnerReport:
 
     @property
     def stall_share(self) -> float:
-        total_s = self.compute_s + self.stall_s
-        return self.stall_s / total_s if total_s else 0.0
+        stall_s = self.stall_s - self.stall_queued_s
+        total_s = self.compute_s - self.compute_queued_s + stall_s
+        return stall_s / total_s if total_s > 0 else 0.0
 
 
 def _smoothed(before: float | None, sample: float) -> float:
@@ -195,6 +200,10 @@ class Reporter:
             device=learner.device,
             num_parameters=learner.num_parameters,
             stall_share=learner.stall_share,
+            compute_s=learner.compute_s,
+            compute_queued_s=learner.compute_queued_s,
+            stall_s=learner.stall_s,
+            stall_queued_s=learner.stall_queued_s,
             restarts=learner.restarts,
             last_error=learner.last_error,
         )

@@ -23,9 +23,10 @@ fragments[].digest fragments[].head_version fragments[].index fragments[].local_
 fragments[].merged_tokens
 fragments[].num_values fragments[].record_digest fragments[].state fragments[].version
 held_out_curve[]
+learner.compute_queued_s learner.compute_s
 learner.device learner.held_out_loss learner.last_error learner.loss learner.num_parameters
-learner.restarts learner.stall_share learner.state learner.step learner.step_s
-learner.tokens_per_s
+learner.restarts learner.stall_queued_s learner.stall_s learner.stall_share
+learner.state learner.step learner.step_s learner.tokens_per_s
 loop_lag.max_ms loop_lag.p50_ms loop_lag.p99_ms
 loss_curve[]
 members[].alive members[].is_self members[].is_synchronizer members[].last_heard_s members[].name

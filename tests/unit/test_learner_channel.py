@@ -40,7 +40,7 @@ def test_messages_come_out_as_they_went_in() -> None:
 
 def test_frames_may_arrive_in_any_pieces() -> None:
     reader = message_reader()
-    message = StepsDone(1, 1, 512, 0.25, 1e-5, float("inf"))
+    message = StepsDone(1, 1, 512, 0.25, 1e-5, float("inf"), 0.125, 0.0)
     stream = pack(message) * 2
     received = [found for byte in stream for found in reader.feed(bytes([byte]))]
     assert received == [message, message]

@@ -63,7 +63,19 @@ def _learner(status: Status) -> Iterator[_Family]:
     yield _gauge("step_seconds", "Recent duration of one inner step.", learner.step_s)
     yield _gauge("training_loss", "Training loss, nats per token.", learner.loss)
     yield _gauge("held_out_loss", "Held-out loss, nats per byte.", learner.held_out_loss)
-    yield _gauge("stall_ratio", "Share of time the learner waited, 0 to 1.", learner.stall_share)
+    yield _gauge("stall_ratio", "Share of time the swarm costs the learner.", learner.stall_share)
+    yield _counter("compute_seconds_total", "Time in inner steps.", learner.compute_s)
+    yield _counter(
+        "compute_queued_seconds_total",
+        "Part of it in which other programs had the cores.",
+        learner.compute_queued_s,
+    )
+    yield _counter("stall_seconds_total", "Time between inner steps.", learner.stall_s)
+    yield _counter(
+        "stall_queued_seconds_total",
+        "Part of it in which other programs had the cores.",
+        learner.stall_queued_s,
+    )
 
 
 def _tokens(status: Status) -> Iterator[_Family]:

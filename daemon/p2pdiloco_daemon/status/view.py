@@ -93,7 +93,17 @@ class Learner:
     device: str | None = None
     num_parameters: int | None = None
     stall_share: float = 0.0
-    """Share of the time since the first step spent waiting for anything but itself, 0..1."""
+    """What the swarm takes of the learner's time, 0..1: (stall_s - stall_queued_s) over that and
+    (compute_s - compute_queued_s)."""
+    compute_s: float = 0.0
+    """In inner steps, since the daemon started."""
+    compute_queued_s: float = 0.0
+    """Part of `compute_s` in which other programs had the cores that the learner could have used:
+    how busy this machine is. Linux tells; elsewhere it stays 0."""
+    stall_s: float = 0.0
+    """Between the steps: installs, snapshots, messages, checkpoints; evaluations do not count."""
+    stall_queued_s: float = 0.0
+    """Part of `stall_s`, as `compute_queued_s`."""
     restarts: int = 0
     last_error: str | None = None
 
