@@ -12,7 +12,7 @@ from enum import Enum
 from p2pdiloco.protocol import election
 from p2pdiloco.protocol.actions import Action, Note, Send
 from p2pdiloco.protocol.ledger import Ledger
-from p2pdiloco.protocol.lineage import Signer
+from p2pdiloco.protocol.lineage import CONTRIBUTORS_MAX, Signer
 from p2pdiloco.protocol.membership import Membership
 from p2pdiloco.protocol.naming import PeerId, RoundId, sentence
 from p2pdiloco.protocol.pacing import Clocks, SyncTimes
@@ -53,6 +53,7 @@ class NodeConfig:
     genesis_donors: tuple[PeerId, ...]
     times: SyncTimes
     term_merges: int
+    contributors_max: int = CONTRIBUTORS_MAX
 
 
 class Condition(Enum):

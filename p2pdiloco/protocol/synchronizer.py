@@ -137,8 +137,9 @@ class Synchronizer:
             and node.cooled_down(m.peer)
         ]
         mine = [node.me] if node.learner_alive and register.installed is not None else []
-        if len(others) > CONTRIBUTORS_MAX - 1:
-            others = sorted(node.rng.sample(others, CONTRIBUTORS_MAX - 1))
+        room = node.config.contributors_max - len(mine)
+        if len(others) > room:
+            others = sorted(node.rng.sample(others, room))
         return [*mine, *others]
 
     # ---------------------------------------------------------------- gathering

@@ -403,3 +403,12 @@ def test_nobody_is_passed_over_while_nothing_is_due() -> None:
         script.now += 1.0
         script.beat(B, local_steps=(0, 0))
     assert script.node.state.registers[0].fence == (0, 0)
+
+
+def test_a_round_invites_no_more_than_the_run_allows() -> None:
+    script = mine(B, C, D)
+    script.node.state.config = replace(script.node.state.config, contributors_max=2)
+    script.now = 1.0
+    script.beat(B, C, D, local_steps=(H, H))
+    step(script, H // 2)
+    assert len(round_of(script).invited) == 2
