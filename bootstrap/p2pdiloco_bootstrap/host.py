@@ -29,6 +29,7 @@ from p2pdiloco_bootstrap.discovery import MemberRecords
 from p2pdiloco_bootstrap.identity import Identity
 from p2pdiloco_bootstrap.neighbours import BootstrapStatus, Neighbours
 from p2pdiloco_bootstrap.p2pd import NetworkDaemon, running_p2pd
+from p2pdiloco_bootstrap.relay import running_relay
 from p2pdiloco_bootstrap.serving import MAX_REQUESTS, MAX_REQUESTS_PER_PEER, current_sender
 from p2pdiloco_bootstrap.streams import StreamConnector, attach
 
@@ -231,7 +232,12 @@ async def open_host(options: HostOptions) -> AsyncIterator[Host]:
         sockets = stack.enter_context(_socket_prefix(options.identity_path))
         relays = await _live_relays(options)
         arguments = _p2pd_arguments(options, listen, f"/unix{sockets}p2pd.sock", relays)
-        daemon = await stack.enter_async_context(running_p2pd(arguments))
+        starting = (
+            running_relay(arguments, identity.peer_id, sockets)
+            if options.reachability == "public"
+            else running_p2pd(arguments)
+        )
+        daemon = await stack.enter_async_context(starting)
         p2p = await stack.enter_async_context(_p2p_client(sockets))
         dht = await stack.enter_async_context(_dht_node(p2p, identity))
         control = Control(f"{sockets}p2pd.sock")
@@ -283,7 +289,7 @@ def _p2pd_arguments(
         "autonat": int(not local),
         "natPortMap": int(not local),
         "relay": 1,
-        "relayService": int(options.reachability != "private"),
+        "relayService": int(options.reachability == "public"),
         "relayDiscovery": 0,
         "tls": 1,
     }

@@ -90,12 +90,14 @@ class NetworkDaemon:
 
 
 @asynccontextmanager
-async def running_p2pd(arguments: Sequence[str]) -> AsyncIterator[NetworkDaemon]:
+async def running_p2pd(
+    arguments: Sequence[str], one_thread: bool = False
+) -> AsyncIterator[NetworkDaemon]:
     """p2pd, ready to be spoken to; UserError when it cannot start. It is gone afterwards."""
     with importlib.resources.as_file(
         importlib.resources.files("hivemind.hivemind_cli") / "p2pd"
     ) as binary:
-        daemon = NetworkDaemon(await _spawn(binary, arguments))
+        daemon = NetworkDaemon(await _spawn(binary, arguments, one_thread))
         drain: asyncio.Task[None] | None = None
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
@@ -115,7 +117,12 @@ async def running_p2pd(arguments: Sequence[str]) -> AsyncIterator[NetworkDaemon]
                 await drain
 
 
-async def _spawn(binary: Path, arguments: Sequence[str]) -> asyncio.subprocess.Process:
+async def _spawn(
+    binary: Path, arguments: Sequence[str], one_thread: bool
+) -> asyncio.subprocess.Process:
+    environment = os.environ | {"GOLOG_LOG_LEVEL": "error"}
+    if one_thread:
+        environment["GOMAXPROCS"] = "1"
     try:
         return await asyncio.create_subprocess_exec(
             str(binary),
@@ -123,7 +130,7 @@ async def _spawn(binary: Path, arguments: Sequence[str]) -> asyncio.subprocess.P
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            env=os.environ | {"GOLOG_LOG_LEVEL": "error"},
+            env=environment,
             process_group=0,  # a Ctrl-C in the terminal is for us; we stop p2pd last
         )
     except OSError as error:
