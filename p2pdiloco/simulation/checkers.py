@@ -175,6 +175,12 @@ class Checkers:
         if len(names) != len(set(names)):
             raise self.broken(machine.name, f"{record} counts a contributor twice")
 
+    def woke(self, machine: Machine) -> None:
+        """A deadline that has passed is dealt with; else the shell would wake the node for ever."""
+        node = machine.node
+        if node and node.deadline is not None and node.deadline < machine.local(self.world.now):
+            raise self.broken(machine.name, "it was woken and did not deal with its deadline")
+
     # ---------------------------------------------------------------- after every event
 
     def after(self, machine: Machine, event: events.Event) -> None:

@@ -102,17 +102,20 @@ class FragmentLog:
         return held is not None and held.payload_digest == record.payload_digest
 
     def load(self) -> tuple[Chain, State] | None:
-        """What a restart begins with: the newest snapshot and the merges after it."""
+        """What a restart begins with: the records from the oldest kept snapshot on, and the newest
+        state that they lead to.
+        """
         if not self.snapshots:
             return None
-        newest = self.snapshots[-1]
-        record, state = newest.record, newest.state
-        chain = Chain(record.version - 1, record.parent) if record else Chain(0, state.digest)
-        if record:
-            chain.append(record)
-        while following := self.merges.get(state.version + 1):
+        oldest, newest = self.snapshots[0], self.snapshots[-1]
+        first, state = oldest.record, newest.state
+        chain = Chain(first.version - 1, first.parent) if first else Chain(0, oldest.state.digest)
+        if first:
+            chain.append(first)
+        while following := self.merges.get(chain.version + 1):
             chain.append(following)
-            state = state.apply(following.payload_digest)
+            if following.version > state.version:
+                state = state.apply(following.payload_digest)
         return chain, state
 
 

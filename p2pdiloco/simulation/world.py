@@ -364,9 +364,11 @@ class World:
             self._soon(machine, when - self.now, lambda: self._wake(machine, when))
 
     def _wake(self, machine: Machine, when: float) -> None:
-        if machine.wake_at == when:
-            machine.wake_at = None
-            self.handle(machine, events.Woke())
+        if machine.wake_at != when:
+            return
+        machine.wake_at = None
+        self.handle(machine, events.Woke())
+        self.checkers.woke(machine)
 
     def _carry_out(self, machine: Machine, action: actions.Action) -> None:  # noqa: C901
         match action:

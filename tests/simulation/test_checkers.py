@@ -1,0 +1,117 @@
+"""The promises bite: with a bug planted in the core, some seed among a few breaks the one that it
+should.
+"""
+
+from collections.abc import Callable
+
+import pytest
+
+from p2pdiloco.protocol import contributor
+from p2pdiloco.protocol.follower import Follower
+from p2pdiloco.protocol.ledger import Ledger
+from p2pdiloco.protocol.lineage import Chain, Record
+from p2pdiloco.protocol.node import Node
+from p2pdiloco.protocol.register import Register
+from p2pdiloco.protocol.round import Round
+from p2pdiloco.protocol.state import NodeState
+from p2pdiloco.protocol.wire import RoundOpened
+from p2pdiloco.simulation.checkers import PromiseBroken
+from p2pdiloco.simulation.network import Quality
+from p2pdiloco.simulation.trial import run_trial
+from p2pdiloco.simulation.world import Swarm, World
+
+SEEDS = range(40)
+SPREAD_S = 1.5
+"""What `test_swarm.py` allows."""
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def any_lineage_wins(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Chain, "weight", property(lambda chain: (-1, 0)))
+
+
+def lighter_lineage_wins(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Record, "weight", property(lambda record: (2**50 - record.tokens_total, 0)))
+
+
+def nothing_is_settled(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(contributor, "_settle", lambda *_: None)
+
+
+def lost_branches_stay_merged(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Ledger, "revise", lambda *_: None)
+
+
+def fences_are_ignored(patch: pytest.MonkeyPatch) -> None:
+    judged = contributor._why_not
+
+    def why_not(
+        node: NodeState, register: Register, sender: str, message: RoundOpened
+    ) -> str | None:
+        register.fence, register.offer = (0, 0), None
+        return judged(node, register, sender, message)  # type: ignore[arg-type]
+
+    patch.setattr(contributor, "_why_not", why_not)
+
+
+def the_learner_receives_twice(patch: pytest.MonkeyPatch) -> None:
+    handed = contributor.hand_over
+
+    def hand_over(node: NodeState, register: Register) -> None:
+        handed(node, register)
+        register.handed = None
+
+    patch.setattr(contributor, "hand_over", hand_over)
+
+
+def rounds_never_end(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Round, "decide", lambda *_: (None, "waiting for everybody, for ever"))
+
+
+def nobody_looks_at_heads(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Follower, "heartbeat", lambda *_: None)
+
+
+def a_restart_forgets_the_ledger(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Node, "_resume_ledger", lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("plant", "promise"),
+    [
+        (any_lineage_wins, "is not heavier|has seen the fence"),
+        (lighter_lineage_wins, "another lineage"),
+        (nothing_is_settled, "the learner counted"),
+        (lost_branches_stay_merged, "its ledger says"),
+        (fences_are_ignored, "has seen the fence"),
+        (the_learner_receives_twice, "twice"),
+        (rounds_never_end, "did not deal with its deadline"),
+        (nobody_looks_at_heads, "was not merged since|another lineage"),
+        (a_restart_forgets_the_ledger, "its ledger says"),
+    ],
+)
+def test_a_planted_bug_is_caught(
+    plant: Plant, promise: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises(PromiseBroken, match=promise) as caught:
+        for seed in SEEDS:
+            run_trial(seed)
+    assert "python -m p2pdiloco.simulation" in str(caught.value)
+
+
+def test_records_that_are_not_passed_on_spread_too_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Follower, "_forward", lambda *_: None)
+    world = World(1, Swarm(num_machines=24, network=Quality(), step_spread=0.1))
+    world.start_all()
+    world.run(until=12.0)
+    world.checkers.slowest_spread_s = 0.0
+    world.run(until=40.0)
+    assert world.checkers.slowest_spread_s > SPREAD_S
+
+
+def test_a_broken_promise_names_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    fences_are_ignored(monkeypatch)
+    with pytest.raises(PromiseBroken, match=r"seed 3, .* s, .*: python -m p2pdiloco.simulation 3"):
+        run_trial(3)
