@@ -84,7 +84,9 @@ class Node:
         state.now = now
         self.history.append((now, event))
         if not state.gone:
+            state.orders.clear()
             self._dispatch(event)
+            state.orders.clear()
             self._look_around()
         actions, state.out = state.out, []
         return actions

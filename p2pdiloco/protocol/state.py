@@ -108,6 +108,8 @@ class NodeState:
     strikes: Pauses = field(default_factory=lambda: Pauses(STRIKE_S, STRIKE_MAX_S))
     unhelpful: Pauses = field(default_factory=lambda: Pauses(RETRY_S, RETRY_MAX_S))
     out: list[Action] = field(default_factory=list)
+    orders: dict[int, tuple[PeerId, ...]] = field(default_factory=dict)
+    """Candidates by term, kept until the next event changes what they follow from."""
 
     @property
     def me(self) -> PeerId:
@@ -175,10 +177,12 @@ class NodeState:
         return statistics.median_low(steps) if steps else 0.0
 
     def candidates(self, term: int) -> tuple[PeerId, ...]:
-        known = self.membership.candidates()
-        if self.ready:
-            known.append((self.me, self.uplink_mb_s))
-        return election.order(self.config.run_id, term, known)
+        if term not in self.orders:
+            known = self.membership.candidates()
+            if self.ready:
+                known.append((self.me, self.uplink_mb_s))
+            self.orders[term] = election.order(self.config.run_id, term, known)
+        return self.orders[term]
 
     def post(self, register: Register) -> tuple[PeerId | None, int, int]:
         """(synchronizer, term, attempt) of the next version of a fragment, as seen from here."""
