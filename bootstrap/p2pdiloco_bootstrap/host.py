@@ -9,13 +9,15 @@ and in `discovery.py`.
 import asyncio
 import errno
 import logging
+import os
 import socket
-import tempfile
+import stat
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal
 
@@ -381,17 +383,33 @@ def _check_port_is_free(host: str, port: int) -> None:
 def _socket_prefix(identity_path: Path) -> Iterator[str]:
     """What the paths of our control sockets begin with; whatever carries it is ours to remove.
 
-    They lie beside the identity, for none may stay in /tmp after a `kill -9`; the next start takes
-    such leftovers away. Where that path is too long for a socket it is a temporary directory.
+    They lie beside the identity: a `kill -9` leaves them there, and the next start takes them away.
+    Where that path is too long for a socket, a short one that follows from it does the same.
     """
+    directory = identity_path.parent.resolve()
     with ExitStack() as stack:
-        directory = identity_path.parent.resolve()
         if len(str(directory / identity_path.stem).encode()) > _SOCKET_PREFIX_BYTES_MAX:
-            directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="p2pdiloco-")))
+            directory = stack.enter_context(_short_directory(directory))
         prefix = f"{identity_path.stem}-"
         _remove_sockets(directory, prefix)
         stack.callback(_remove_sockets, directory, prefix)
         yield f"{directory}/{prefix}"
+
+
+@contextmanager
+def _short_directory(long: Path) -> Iterator[Path]:
+    """A private directory in /tmp (macOS's own has a long name), the same for the same `long`."""
+    name = blake2b(str(long).encode(), digest_size=6).hexdigest()
+    directory = Path(f"/tmp/p2pdiloco-{os.getuid()}-{name}")
+    directory.mkdir(mode=0o700, exist_ok=True)
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise UserError(f"{directory} is not this user's alone; have its owner remove it")
+    try:
+        yield directory
+    finally:
+        with suppress(OSError):  # another host of the same directory is still there
+            directory.rmdir()
 
 
 def _remove_sockets(directory: Path, prefix: str) -> None:

@@ -26,11 +26,17 @@ from p2pdiloco.spec import (
 )
 from p2pdiloco_bootstrap.app import BootstrapOptions, running_bootstrap
 from p2pdiloco_bootstrap.discovery import Discovery
-from p2pdiloco_bootstrap.host import Host, HostOptions, open_host
+from p2pdiloco_bootstrap.host import Host, HostOptions, _socket_prefix, open_host
 from p2pdiloco_bootstrap.identity import Identity, verify_with_key
 from p2pdiloco_bootstrap.invite import parse_invite
 from p2pdiloco_bootstrap.p2pd import DaemonEnded
-from p2pdiloco_bootstrap.serving import MAX_REQUESTS_PER_PEER, Traffic, serving_on_tcp
+from p2pdiloco_bootstrap.serving import (
+    MAX_REQUESTS_PER_PEER,
+    Body,
+    FilePart,
+    Traffic,
+    serving_on_tcp,
+)
 from p2pdiloco_bootstrap.shelf import (
     MESSAGE_BYTES_MAX,
     Contribution,
@@ -56,7 +62,7 @@ class FakeShelf:
     """Serves `data` under any digest; `on_read` may do what a test needs at the n-th request."""
 
     def __init__(self, data: bytes = DATA) -> None:
-        self.data: bytes | Path | None = data
+        self.data: Body | None = data
         self.num_reads = 0
         self.on_read: Callable[[int], None] = lambda number: None
         self.gate: asyncio.Event | None = None
@@ -70,12 +76,12 @@ class FakeShelf:
         records = tuple(b"record %d" % version for version in range(since + 1, 4))
         return RecordsPage(records, ((2, "ab" * 32),)) if fragment == 0 else None
 
-    async def merge(self, fragment: int, version: int, digest: str) -> bytes | Path | None:
+    async def merge(self, fragment: int, version: int, digest: str) -> Body | None:
         self.num_reads += 1
         self.on_read(self.num_reads)
         return self.data
 
-    async def state(self, fragment: int, version: int, digest: str) -> bytes | Path | None:
+    async def state(self, fragment: int, version: int, digest: str) -> Body | None:
         return self.data
 
     async def contribution(
@@ -244,10 +250,15 @@ def test_a_file_is_served_like_a_buffer(swarm: Swarm, nodes: list[Node], tmp_pat
     a, b, *_ = nodes
     path = tmp_path / "payload"
     path.write_bytes(DATA[: 3 << 20])
-    b.shelf.data = path
-    digest = blake2b(path.read_bytes(), digest_size=32).hexdigest()
-    fetched = swarm.run(a.exchange.fetch([b.peer], merge_path(0, 1, digest), 3 << 20, digest))
-    assert fetched.data == path.read_bytes()
+    for body, content in (
+        (path, DATA[: 3 << 20]),
+        (FilePart(path, 1000, 2 << 20), DATA[1000 : 1000 + (2 << 20)]),
+    ):
+        b.shelf.data = body
+        digest = blake2b(content, digest_size=32).hexdigest()
+        asked = merge_path(0, 1, digest)
+        fetched = swarm.run(a.exchange.fetch([b.peer], asked, len(content), digest))
+        assert fetched.data == content
     path.unlink()
     with pytest.raises(Refused, match="404 no longer kept here"):
         swarm.run(a.exchange.get(b.peer, MERGE, 1 << 30))
@@ -473,6 +484,20 @@ def test_a_closed_host_leaves_nothing_behind(swarm: Swarm, tmp_path: Path) -> No
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     assert [path.name for path in tmp_path.iterdir()] == ["guest.key"]
+
+
+def test_sockets_of_a_killed_host_are_taken_away_by_the_next(tmp_path: Path) -> None:
+    for directory in (tmp_path, tmp_path / ("long-" * 15)):
+        directory.mkdir(exist_ok=True)
+        with _socket_prefix(directory / "me.key") as prefix:
+            leftover = Path(f"{prefix}p2pclient-12345678901.sock")
+        leftover.parent.mkdir(mode=0o700, exist_ok=True)
+        leftover.touch()
+        with _socket_prefix(directory / "me.key") as again:
+            assert again == prefix
+            assert not leftover.exists()
+            assert len(f"{again}p2pclient-12345678901.sock".encode()) < 104
+    assert not leftover.parent.exists()
 
 
 def test_a_port_in_use_is_named(swarm: Swarm, tmp_path: Path) -> None:
