@@ -198,6 +198,8 @@ class GenesisSpec(_Section):
     num_parameters: int = Field(ge=1)
     tensors: tuple[TensorLayout, ...] = Field(min_length=1)
     """Their layout, so that a daemon needs no model code to follow the run."""
+    config: dict[str, JsonValue] | None = None
+    """Of the checkpoint that the run started from: only the owner needs the checkpoint itself."""
     state_digests: tuple[Digest, ...]
     """Of each fragment's version 0, in fragment order."""
 
@@ -238,6 +240,12 @@ class RunSpec(_Section):
                 f"got {len(self.genesis.state_digests)}"
             )
         return self
+
+    @property
+    def architecture(self) -> ModelSpec:
+        """What a node builds to train or export: never a checkpoint, whose weights are genesis."""
+        config = self.genesis.config if self.genesis else None
+        return ModelSpec(config=config) if config is not None else self.model
 
     def with_genesis(self, genesis: GenesisSpec) -> "RunSpec":
         """The draft completed to a run."""

@@ -85,7 +85,7 @@ def write_checkpoint(
 ) -> None:
     """Writes the model with these values, float32 [size] for each fragment, all or nothing."""
     _require_free(directory)
-    model = build_model(spec.model, spec.seed, spec.data.sequence_length)
+    model = build_model(spec.architecture, spec.seed, spec.data.sequence_length)
     _load_fragments(model, fragments, anchors)
     unfinished = directory.with_name(directory.name + ".tmp")
     try:

@@ -46,7 +46,12 @@ def make_genesis(draft: RunSpec, directory: Path) -> GenesisSpec:
     """Builds the model of the draft and writes version 0 of each fragment. Imports torch."""
     import numpy as np
 
-    from p2pdiloco.learn.models import build_model, embedding_names, parameter_shapes
+    from p2pdiloco.learn.models import (
+        build_model,
+        config_table,
+        embedding_names,
+        parameter_shapes,
+    )
     from p2pdiloco.optim.fragments import plan_fragments
     from p2pdiloco_daemon.replica import genesis, pack_state
 
@@ -65,7 +70,12 @@ def make_genesis(draft: RunSpec, directory: Path) -> GenesisSpec:
         TensorLayout(name=name, shape=shape, is_embedding=name in embeddings)
         for name, shape in shapes.items()
     )
-    return GenesisSpec(num_parameters=size, tensors=tensors, state_digests=tuple(digests))
+    return GenesisSpec(
+        num_parameters=size,
+        tensors=tensors,
+        config=config_table(model) if draft.model.checkpoint else None,
+        state_digests=tuple(digests),
+    )
 
 
 def _genesis_in_child(draft: RunSpec, directory: Path) -> GenesisSpec:

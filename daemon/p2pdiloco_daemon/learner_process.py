@@ -486,7 +486,7 @@ def _build(start: Start, control: Control, memory_fd: int) -> LearnerProcess:
     torch.set_num_threads(start.threads)
     spec = RunSpec.model_validate_json(start.spec)
     memory = SharedTensors(memory_fd, [fragment.size for fragment in fragments_of(spec)])
-    model = build_model(spec.model, spec.seed, spec.data.sequence_length)
+    model = build_model(spec.architecture, spec.seed, spec.data.sequence_length)
     text = open_text(spec.data)
     trainer = _build_trainer(start, spec, model, text)
     checkpoint = Path(start.directory) / CHECKPOINT_NAME

@@ -4,11 +4,13 @@ All weights are float32 and all are trained. Only safetensors weights are read, 
 checkpoint is run.
 """
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from pydantic import JsonValue
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
 from p2pdiloco.errors import UserError
@@ -31,6 +33,10 @@ _PRESETS: Mapping[str, Mapping[str, int]] = {
     },
 }
 """Byte-level Llamas with tied embeddings: 1.02 and 10.7 million parameters."""
+
+
+_NOT_ARCHITECTURE = ("architectures", "dtype", "transformers_version", "_name_or_path")
+"""What a config.json says about its file rather than about the model."""
 
 
 def build_model(spec: ModelSpec, seed: int, sequence_length: int) -> torch.nn.Module:
@@ -67,6 +73,12 @@ def build_config(spec: ModelSpec, sequence_length: int) -> PretrainedConfig:
         eos_token_id=None,
         **_PRESETS[spec.preset],
     )
+
+
+def config_table(model: torch.nn.Module) -> dict[str, JsonValue]:
+    """The model's configuration as `ModelSpec.config` takes it."""
+    table = json.loads(model.config.to_json_string(use_diff=True))  # type: ignore[union-attr, operator]
+    return {name: value for name, value in table.items() if name not in _NOT_ARCHITECTURE}
 
 
 def parameter_shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:

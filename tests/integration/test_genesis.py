@@ -1,10 +1,12 @@
 """From a draft to a run: the first weights are made once, in a child process, and kept."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from p2pdiloco.errors import UserError
+from p2pdiloco.learn.models import build_model, parameter_shapes
 from p2pdiloco.optim.fragments import fragments_of
 from p2pdiloco.spec import ModelSpec, RunSpec, SignedSpec
 from p2pdiloco_bootstrap.identity import Identity, verify_with_key
@@ -34,6 +36,18 @@ def test_a_draft_becomes_a_run_once(tmp_path: Path) -> None:
         prepare_run(RunSpec(name="a", seed=3), owner, tmp_path)
     with pytest.raises(UserError, match="owner: the run"):
         prepare_run(DRAFT, Identity.generate(), tmp_path)
+
+
+def test_only_the_owner_needs_the_checkpoint_that_a_run_starts_from(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    build_model(ModelSpec(preset="tiny"), 3, 128).save_pretrained(checkpoint)  # type: ignore[operator]
+    draft = RunSpec(name="a", model=ModelSpec(checkpoint=str(checkpoint)))
+    signed = prepare_run(draft, Identity.generate(), tmp_path / "run")
+    shutil.rmtree(checkpoint)
+    spec = signed.spec
+    built = build_model(spec.architecture, spec.seed, spec.data.sequence_length)
+    layout = {tensor.name: tensor.shape for tensor in spec.genesis.tensors} if spec.genesis else {}
+    assert parameter_shapes(built) == layout
 
 
 def test_a_model_that_cannot_be_built_is_told(tmp_path: Path) -> None:

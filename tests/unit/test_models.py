@@ -9,6 +9,7 @@ from pydantic import JsonValue
 from p2pdiloco.errors import UserError
 from p2pdiloco.learn.models import (
     build_model,
+    config_table,
     embedding_names,
     num_parameters,
     parameter_shapes,
@@ -70,6 +71,14 @@ def test_a_checkpoint_gives_its_weights_back(tmp_path: Path) -> None:
     loaded = build_model(ModelSpec(checkpoint=str(tmp_path)), 9, 64)
     assert parameter_shapes(loaded) == parameter_shapes(saved)
     assert all(map(torch.equal, loaded.parameters(), saved.parameters()))
+
+
+@pytest.mark.parametrize("spec", [ModelSpec(config=UNTIED), ModelSpec(preset="tiny")])
+def test_a_model_is_built_again_from_its_configuration_alone(spec: ModelSpec) -> None:
+    model = build_model(spec, 0, 64)
+    again = build_model(ModelSpec(config=config_table(model)), 0, 64)
+    assert parameter_shapes(again) == parameter_shapes(model)
+    assert all(map(torch.equal, again.parameters(), model.parameters()))
 
 
 @pytest.mark.parametrize(
