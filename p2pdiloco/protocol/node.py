@@ -38,8 +38,8 @@ from p2pdiloco.protocol.wire import (
     RoundOpened,
 )
 
-EVENTS_KEPT = 1000
-"""The newest events, for the page and for replay in a test."""
+EVENTS_KEPT = 200
+"""The newest events, for replay in a test; each may hold a message of up to 64 KiB."""
 JOIN_PATIENCE_S = 5.0
 """A node without state that was told of members waits so long for their heartbeats before it takes
 the genesis weights.
