@@ -40,7 +40,7 @@ from p2pdiloco_daemon import learner as learners
 from p2pdiloco_daemon.exchange import Exchange, ExchangeError
 from p2pdiloco_daemon.holdings import Holdings
 from p2pdiloco_daemon.lag import LagMonitor
-from p2pdiloco_daemon.learner import LearnerOptions, running_learner
+from p2pdiloco_daemon.learner import Learner, LearnerOptions, running_learner
 from p2pdiloco_daemon.log import configure_logging
 from p2pdiloco_daemon.node import Expected, NodeShell
 from p2pdiloco_daemon.place import Place, open_place
@@ -270,7 +270,9 @@ async def _take_part(
             )
         )
         shell.learner = learner
-        background.append(tasks.create_task(_settle(settle, shell, report), name="settling"))
+        background.append(
+            tasks.create_task(_settle(settle, learner, shell, report), name="settling")
+        )
         await stop.wait()
         board.reporter.stopping = True
         logger.info("leaving")
@@ -389,10 +391,11 @@ def _on_learner(shell: NodeShell, report: LearnerReport, event: learners.Learner
 # ---------------------------------------------------------------- background work
 
 
-async def _settle(request: SettleRequest, shell: NodeShell, report: LearnerReport) -> None:
+async def _settle(
+    request: SettleRequest, learner: Learner, shell: NodeShell, report: LearnerReport
+) -> None:
     await request.asked.wait()
-    assert shell.learner
-    shell.learner.pause()
+    learner.pause()
     report.paused = True
     shell.post(events.SettleAsked())
 

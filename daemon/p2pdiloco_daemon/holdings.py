@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -72,6 +72,14 @@ class Merge:
 
 
 @dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
+class OurRound:
+    """A round that this node runs: what was pulled for it, then the merge."""
+
+    pulled: dict[PeerId, Vector] = field(default_factory=dict)
+    merge: Merge | None = None
+
+
 class Payload:
     version: int
     digest: str
@@ -86,20 +94,24 @@ class Holdings:
     ) -> None:
         num = len(replica.fragments)
         self.replica = replica
-        self.store_error: str | None = None
         self.saved_at: float | None = None
         self.bytes_on_disk = 0
         self.store = store
         self._worker = worker
         self._disk = disk
         self._contributions: dict[int, Prepared] = {}
-        self._pulled: dict[RoundId, dict[PeerId, Vector]] = {}
-        self._merges: dict[RoundId, Merge] = {}
+        self._rounds: dict[RoundId, OurRound] = {}
         self._payloads: list[deque[Payload]] = [
             deque(maxlen=PAYLOADS_IN_MEMORY) for _ in range(num)
         ]
         self._writes_waiting = 0
 
+        self._store_errors: dict[str, str] = {}
+
+    @property
+    def store_error(self) -> str | None:
+        """Why something could not be saved, until it could."""
+        return next(iter(self._store_errors.values()), None)
     async def compute(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Runs arithmetic in the worker thread."""
         loop = asyncio.get_running_loop()
@@ -130,17 +142,21 @@ class Holdings:
     # ---------------------------------------------------------------- rounds that we run
 
     async def take_in(self, round_id: RoundId, peer: PeerId, payload: Buffer) -> None:
+    def open_round(self, round_id: RoundId) -> None:
+        """Keeps what is taken in for this round from now on, until it is committed or dropped."""
+        self._rounds.setdefault(round_id, OurRound())
+
         """Decodes and checks a pulled contribution; PayloadError if it is not what it should be."""
         delta = await self.compute(self.replica.decode_contribution, round_id.fragment, payload)
-        self._pulled.setdefault(round_id, {})[peer] = delta
+        if round_ := self._rounds.get(round_id):  # else it ended meanwhile
+            round_.pulled[peer] = delta
 
     async def merge(self, round_id: RoundId, parts: Sequence[Contributor]) -> Merge:
         """Merges what was taken in from `parts`, weighted by their counters, and applies it."""
-        pulled = self._pulled.pop(round_id, {})
-        weighted = [(pulled[p.peer], token_weight(p.tokens, p.steps)) for p in parts]
-        merge = await self.compute(self._merge, round_id, weighted)
-        self._merges[round_id] = merge
-        return merge
+        round_ = self._rounds[round_id]
+        weighted = [(round_.pulled[p.peer], token_weight(p.tokens, p.steps)) for p in parts]
+        round_.merge = await self.compute(self._merge, round_id, weighted)
+        return round_.merge
 
     def _merge(self, round_id: RoundId, parts: Sequence[tuple[Vector, float]]) -> Merge:
         payload = self.replica.merge(round_id.fragment, parts)
@@ -148,14 +164,13 @@ class Holdings:
         return Merge(payload, payload_digest(payload), state)
 
     def drop_round(self, round_id: RoundId) -> None:
-        self._pulled.pop(round_id, None)
-        self._merges.pop(round_id, None)
+        self._rounds.pop(round_id, None)
 
     def commit(self, record: Record) -> None:
         """Holds the state of our own merge from now on."""
         round_id = RoundId(record.fragment, record.version, record.term, record.attempt)
-        merge = self._merges.pop(round_id)
-        self._pulled.pop(round_id, None)
+        merge = self._rounds.pop(round_id).merge
+        assert merge, f"{round_id} is committed before it was merged"
         self._hold(merge.state, record, merge.payload)
 
     # ---------------------------------------------------------------- merges and states of others
@@ -178,13 +193,14 @@ class Holdings:
         state = await self.compute(unpack_state, packed, fragment, size, info.state_digest)
         self.replica.put(state)
         self._payloads[fragment].clear()
-        self._save(self._restart_log, state, record.pack() if record else None)
+        packed_record = record.pack() if record else None
+        self._save(_log_name(fragment), self._restart_log, state, packed_record)
 
     def _hold(self, state: FragmentState, record: Record, payload: Buffer) -> None:
         self.replica.put(state)
         kept = Payload(record.version, record.payload_digest, payload)
         self._payloads[record.fragment].append(kept)
-        self._save(self._extend_log, state, record.pack(), payload)
+        self._save(_log_name(record.fragment), self._extend_log, state, record.pack(), payload)
 
     # ---------------------------------------------------------------- what others may read
 
@@ -252,7 +268,7 @@ class Holdings:
         return chain
 
     def save_json(self, name: str, value: Mapping[str, Any]) -> None:
-        self._save(self.store.save_json, name, dict(value))
+        self._save(name, self.store.save_json, name, dict(value))
 
     def load_json(self, name: str) -> Any:
         """Blocks."""
@@ -271,29 +287,40 @@ class Holdings:
         """Brings `bytes_on_disk` up to date."""
         self.bytes_on_disk = await self.on_disk(_bytes_below, directory)
 
-    def _save(self, call: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+    def _save(self, what: str, call: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
         """Saves in the background, in order; a failure is kept for the page."""
         if self._writes_waiting >= WRITES_WAITING_MAX:
-            self.store_error = f"the disk is too slow: {self._writes_waiting} writes are waiting"
+            waiting = f"the disk is too slow: {self._writes_waiting} writes are waiting"
+            self._store_errors[what] = waiting
             return
         self._writes_waiting += 1
         loop = asyncio.get_running_loop()
-        self._disk.submit(self._write, loop, lambda: call(*args, **kwargs))
+        self._disk.submit(self._write, loop, what, lambda: call(*args, **kwargs))
 
-    def _write(self, loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    def _write(self, loop: asyncio.AbstractEventLoop, what: str, call: Callable[[], None]) -> None:
         error = None
         try:
             call()
         except StoreError as refused:
             error = str(refused)
-        loop.call_soon_threadsafe(self._written, loop.time(), error)
+        except Exception as bug:  # nobody awaits a save, so it must be told here
+            logger.exception("the %s could not be saved", what)
+            error = f"{type(bug).__name__}: {bug}"
+        loop.call_soon_threadsafe(self._written, loop.time(), what, error)
 
-    def _written(self, now: float, error: str | None) -> None:
+    def _written(self, now: float, what: str, error: str | None) -> None:
         self._writes_waiting -= 1
-        if error and error != self.store_error:
+        if error is None:
+            self._store_errors.pop(what, None)
+            self.saved_at = now
+            return
+        if error != self._store_errors.get(what):
             logger.warning("%s", error)
-        self.store_error = error
-        self.saved_at = self.saved_at if error else now
+        self._store_errors[what] = error
+
+
+def _log_name(fragment: int) -> str:
+    return f"log of fragment {fragment}"
 
 
 def _bytes_below(directory: Path) -> int:

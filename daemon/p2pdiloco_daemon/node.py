@@ -11,9 +11,9 @@ import asyncio
 import logging
 from collections import Counter, deque
 from collections.abc import Coroutine, Sequence
-from typing import Any, assert_never
+from typing import Any, Protocol, assert_never
 
-from p2pdiloco.errors import P2PDilocoError, PayloadError, PeerError
+from p2pdiloco.errors import P2PDilocoError, PeerError
 from p2pdiloco.protocol import actions, events, wire
 from p2pdiloco.protocol.lineage import RECORDS_KEPT, Record, unpack_record
 from p2pdiloco.protocol.naming import PeerId, RoundId
@@ -22,8 +22,7 @@ from p2pdiloco_bootstrap.shelf import Contribution, RecordsPage, merge_path, sta
 from p2pdiloco_daemon import learner as learners
 from p2pdiloco_daemon.exchange import Check, Exchange, FetchFailed, check_payload
 from p2pdiloco_daemon.holdings import Holdings
-from p2pdiloco_daemon.learner import Learner
-from p2pdiloco_daemon.replica import Buffer, packed_state_bytes, unpack_state
+from p2pdiloco_daemon.replica import Buffer, Vector, packed_state_bytes, unpack_state
 
 INBOX_MAX = 512
 """Messages of peers that may wait; more are answered with 503. Our own events always find room:
@@ -41,6 +40,13 @@ Expected = (OSError, TimeoutError, P2PDilocoError)
 logger = logging.getLogger(__name__)
 
 
+class LearnerCommands(Protocol):
+    """What the shell asks of a learner; see `p2pdiloco_daemon.learner.Learner`."""
+
+    def install(self, fragment: int, version: int, values: Vector) -> None: ...
+    def snapshot(self, fragment: int, base_version: int) -> int: ...
+
+
 class NodeShell:
     """Owns the core; made by the composition root, which runs `run` and `carry_out` in one task
     group.
@@ -53,15 +59,17 @@ class NodeShell:
         self.notes: deque[tuple[float, str]] = deque(maxlen=NOTES_KEPT)
         self.dropped_sends: Counter[str] = Counter()
         self.first_merge_at: float | None = None
-        self.learner: Learner | None = None
+        self.learner: LearnerCommands | None = None
         self._holdings = holdings
         self._exchange = exchange
         self._tasks = tasks
         self._inbox: asyncio.Queue[events.Event] = asyncio.Queue()
         self._sending: Counter[PeerId] = Counter()
         self._snapshots: dict[int, RoundId] = {}
+        self._errands: set[asyncio.Task[None]] = set()
         self._gone = asyncio.Event()
         self._all_sent = asyncio.Event()
+        self._all_sent.set()
 
     # ---------------------------------------------------------------- the owner
 
@@ -81,7 +89,9 @@ class NodeShell:
         self._gone.set()
 
     async def leave(self, timeout_s: float) -> None:
-        """Says goodbye and waits until the messages are out, at most so long."""
+        """Says goodbye and waits until the messages are out, at most so long; then no errand is
+        left.
+        """
         self.post(events.LeaveAsked())
         try:
             async with asyncio.timeout(timeout_s):
@@ -89,6 +99,9 @@ class NodeShell:
                 await self._all_sent.wait()
         except TimeoutError:
             logger.info("left without telling everybody")
+        finally:
+            for errand in self._errands:
+                errand.cancel()
 
     def post(self, event: events.Event) -> None:
         self._inbox.put_nowait(event)
@@ -151,6 +164,7 @@ class NodeShell:
             case actions.DropContribution(fragment):
                 self._holdings.drop_contribution(fragment)
             case actions.PullContribution(round_id, peer):
+                self._holdings.open_round(round_id)
                 self._start(self._pull(round_id, peer), f"pull {round_id} of {peer}")
             case actions.MergeRound():
                 self._start(self._merge(action), f"merge {action.round}")
@@ -169,7 +183,9 @@ class NodeShell:
                 assert_never(action)
 
     def _start(self, errand: Coroutine[Any, Any, None], name: str) -> None:
-        self._tasks.create_task(errand, name=name)
+        task = self._tasks.create_task(errand, name=name)
+        self._errands.add(task)
+        task.add_done_callback(self._errands.discard)
 
     def _send(self, peer: PeerId, message: wire.Message) -> None:
         if self._sending[peer] >= SENDS_PER_PEER_MAX:
@@ -214,7 +230,7 @@ class NodeShell:
         try:
             got = await self._contribution(round_id, peer)
             await self._holdings.take_in(round_id, peer, got.payload)
-        except PayloadError as error:
+        except PeerError as error:
             self.post(events.PullFailed(round_id, peer, str(error), hostile=True))
         except Expected as error:
             self.post(events.PullFailed(round_id, peer, _why(error)))
@@ -226,7 +242,7 @@ class NodeShell:
         if peer == self.node.state.me:
             own = self._holdings.contribution(round_id)
             if own is None:
-                raise PeerError("our own contribution is gone")
+                raise GoneError("our own contribution is gone")
             return Contribution(own.steps, own.tokens, own.payload)
         return await self._exchange.pull_contribution(
             peer,
@@ -326,6 +342,10 @@ class NodeShell:
             )
         self._merged()
         self.post(events.StateReached(p, version, state.digest, record))
+
+
+class GoneError(P2PDilocoError):
+    """Something of our own was replaced before it was wanted."""
 
 
 class DivergedError(P2PDilocoError):

@@ -1,6 +1,7 @@
 """An event loop whose clock jumps to the next timer instead of waiting for it."""
 
 import asyncio
+import math
 import selectors
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,18 +25,19 @@ class _JumpingSelector(selectors.DefaultSelector):
         if not ready and timeout is None:
             raise RuntimeError("deadlock: everything waits and nothing is scheduled")
         if not ready and timeout is not None:
-            self.now += max(timeout, 0.0)
+            self.now = math.nextafter(self.now + max(timeout, 0.0), math.inf)
         return ready
 
 
 class VirtualClockLoop(asyncio.SelectorEventLoop):
-    """`time()` starts at 0 and stands still while threads of a `CountedExecutor` work, as those of
+    """`time()` starts at 0, is a hair later than the timer it jumps to, and stands still while threads of a `CountedExecutor` work, as those of
     the default executor; sockets do not belong here.
     """
 
     def __init__(self) -> None:
         self.selector = _JumpingSelector()
         super().__init__(self.selector)
+        self._clock_resolution = 0.0  # no timer fires a hair too early, to be set again for ever
         self._counted = CountedExecutor(self, max_workers=4)
         self.set_default_executor(self._counted)
 

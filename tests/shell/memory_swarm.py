@@ -1,0 +1,327 @@
+"""Nodes without processes: real shell, core, holdings and store, over an exchange in memory.
+
+The learner is a fake whose numbers drift towards `TARGET`, at a pace in virtual time.
+"""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from virtual_clock import CountedExecutor
+
+from p2pdiloco.errors import PeerError
+from p2pdiloco.optim.fragments import plan_fragments
+from p2pdiloco.protocol import events
+from p2pdiloco.protocol.naming import PeerId
+from p2pdiloco.protocol.node import Node
+from p2pdiloco.protocol.pacing import SyncTimes
+from p2pdiloco.protocol.state import NodeConfig
+from p2pdiloco.simulation.machine import KeyedSigner
+from p2pdiloco_bootstrap.serving import FilePart
+from p2pdiloco_bootstrap.shelf import Contribution, RecordsPage
+from p2pdiloco_daemon import learner as learners
+from p2pdiloco_daemon.exchange import MESSAGE_TIMEOUT_S, Busy, Exchange, Refused, Unreachable
+from p2pdiloco_daemon.holdings import Holdings
+from p2pdiloco_daemon.node import NodeShell
+from p2pdiloco_daemon.replica import Replica, Vector, genesis, pack_state
+from p2pdiloco_daemon.shelf import NodeShelf
+from p2pdiloco_daemon.store import Store
+
+A, B, C, BOOT = (PeerId(name) for name in ("anna", "bert", "cleo", "boot"))
+RUN = "run"
+SHAPES = {"embedding": (6, 4), "layer": (5, 4), "norm": (7,)}
+FRAGMENTS = plan_fragments(SHAPES, 3, {"embedding"})
+GENESIS = tuple(genesis(f.index, np.full(f.size, 1.0, np.float32)) for f in FRAGMENTS)
+TARGET = 3.0
+NOISE = 0.01
+"""Deviation of a step; a learner that has arrived would have nothing more to contribute."""
+TOKENS_PER_STEP = 10
+TIMES = SyncTimes(inner_steps=6, num_fragments=3, overlap_steps=2, quorum=1, grace_factor=0.8)
+
+
+def new_replica() -> Replica:
+    return Replica(
+        FRAGMENTS, outer_learning_rate=0.7, outer_momentum=0.3, wire="float32", merge_rule="rda"
+    )
+
+
+class GenesisShelf:
+    """The first peer: version 0 of everything."""
+
+    async def records(self, fragment: int, since: int) -> RecordsPage:
+        return RecordsPage((), ((0, GENESIS[fragment].digest),))
+
+    async def state(self, fragment: int, version: int, digest: str) -> bytes:
+        return pack_state(GENESIS[fragment])
+
+    async def merge(self, fragment: int, version: int, digest: str) -> None:
+        return None
+
+    async def contribution(
+        self, peer: str, fragment: int, version: int, term: int, attempt: int
+    ) -> Contribution | None:
+        return None
+
+
+TakeMessage = Callable[[str, bytes], bool]
+
+
+@dataclass(repr=False)
+class Network:
+    """Who serves what, and what is wrong with whom. To and from a `hung` peer nothing arrives."""
+
+    shelves: dict[str, "GenesisShelf | NodeShelf"] = field(default_factory=dict)
+    inboxes: dict[str, TakeMessage] = field(default_factory=dict)
+    hung: set[str] = field(default_factory=set)
+    latency_s: float = 0.02
+
+    def __post_init__(self) -> None:
+        self.shelves[BOOT] = GenesisShelf()
+
+    async def reach(self, me: str, peer: str) -> None:
+        await asyncio.sleep(self.latency_s)
+        if self.hung & {me, peer}:
+            await asyncio.sleep(MESSAGE_TIMEOUT_S)
+            raise Unreachable(f"{peer} is silent")
+        if peer not in self.shelves:
+            raise Unreachable(f"{peer}: connection refused")
+
+
+class MemoryExchange(Exchange):
+    """The calls of an `Exchange`, without HTTP; `fetch` is the real one."""
+
+    def __init__(self, me: str, network: Network) -> None:
+        self._me = me
+        self._network = network
+
+    async def send(self, peer: str, message: bytes) -> None:
+        await self._network.reach(self._me, peer)
+        if peer not in self._network.inboxes:
+            raise Refused(peer, 404, "takes no messages")
+        try:
+            taken = self._network.inboxes[peer](self._me, message)
+        except PeerError as error:
+            raise Refused(peer, 400, str(error)) from error
+        if not taken:
+            raise Busy(peer, 503, "inbox full")
+
+    async def records(self, peer: str, fragment: int, since: int) -> RecordsPage:
+        await self._network.reach(self._me, peer)
+        page = await self._network.shelves[peer].records(fragment, since)
+        if page is None:
+            raise Refused(peer, 404, "not kept here")
+        return RecordsPage.unpack(page.pack())
+
+    async def pull_contribution(
+        self, peer: str, fragment: int, version: int, term: int, attempt: int, max_bytes: int
+    ) -> Contribution:
+        await self._network.reach(self._me, peer)
+        shelf = self._network.shelves[peer]
+        found = await shelf.contribution(self._me, fragment, version, term, attempt)
+        if found is None:
+            raise Refused(peer, 404, "not kept here")
+        if len(found.payload) > max_bytes:
+            raise PeerError(f"{peer} announces {len(found.payload)} bytes")
+        return found
+
+    async def fetch_chunk(
+        self,
+        donor: str,
+        path: str,
+        start: int,
+        total_bytes: int,
+        place: memoryview,
+        idle_timeout_s: float,
+        progress: Callable[[], None],
+    ) -> None:
+        await self._network.reach(self._me, donor)
+        _, _, kind, fragment, version, digest = path.split("/")
+        shelf = self._network.shelves[donor]
+        read = shelf.merge if kind == "merge" else shelf.state
+        body = await read(int(fragment), int(version), digest)
+        if isinstance(body, FilePart):
+            body = body.path.read_bytes()[body.offset :][: body.num_bytes]
+        if not isinstance(body, bytes | bytearray) or len(body) != total_bytes:
+            raise PeerError(f"{donor} has not got {path}")
+        place[:] = body[start : start + len(place)]
+        progress()
+
+
+@dataclass(repr=False)
+class FakeLearner:
+    """Steps for ever once it received every fragment; takes installs, then answers snapshots, at
+    its step boundaries, as the real one.
+    """
+
+    on_event: Callable[[learners.LearnerEvent], None]
+    step_s: float = 0.5
+    pull: float = 0.05
+    """The share of the way to `TARGET` that a step makes."""
+    values: dict[int, Vector] = field(default_factory=dict)
+    versions: dict[int, int] = field(default_factory=dict)
+    steps: dict[int, int] = field(default_factory=dict)
+    steps_total: int = 0
+    arrivals: dict[int, tuple[int, Vector]] = field(default_factory=dict)
+    asked: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Fragment -> (request id, base version)."""
+    num_requests: int = 0
+    paused: bool = False
+    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(1))
+
+    def install(self, fragment: int, version: int, values: Vector) -> None:
+        self.arrivals[fragment] = (version, values)
+
+    def snapshot(self, fragment: int, base_version: int) -> int:
+        self.num_requests += 1
+        self.asked[fragment] = (self.num_requests, base_version)
+        return self.num_requests
+
+    async def run(self) -> None:
+        self.on_event(learners.Ready(1, "cpu", 0))
+        while True:
+            await asyncio.sleep(self.step_s)
+            self._boundary()
+            if len(self.values) == len(FRAGMENTS) and not self.paused:
+                self._step()
+
+    def _boundary(self) -> None:
+        for p, (version, values) in self.arrivals.items():
+            steps = self.steps.get(p, 0)
+            self.values[p], self.versions[p], self.steps[p] = values.copy(), version, 0
+            self.on_event(learners.Installed(p, version, steps, steps * TOKENS_PER_STEP))
+        self.arrivals = {}
+        for p, (request_id, base) in list(self.asked.items()):
+            if self.versions.get(p, -1) > base:
+                del self.asked[p]
+                self.on_event(learners.SnapshotRefused(request_id, p, "a newer version is here"))
+            elif self.versions.get(p) == base and self.steps[p]:
+                del self.asked[p]
+                taken = self.steps[p], self.steps[p] * TOKENS_PER_STEP
+                values = self.values[p].copy()
+                self.on_event(learners.Snapshot(request_id, p, base, *taken, values))
+
+    def _step(self) -> None:
+        for p, values in self.values.items():
+            noise = self.rng.normal(0, NOISE, len(values)).astype(np.float32)
+            values += np.float32(self.pull) * (np.float32(TARGET) - values) + noise
+            self.steps[p] += 1
+        self.steps_total += 1
+        self.on_event(
+            learners.StepsDone(
+                step=self.steps_total,
+                steps=1,
+                tokens=TOKENS_PER_STEP,
+                step_s=self.step_s,
+                stall_s=0.0,
+                loss=1.0,
+            )
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class Living:
+    """A node while it lives. No repr: a failed assertion would print all of it."""
+
+    node: Node
+    shell: NodeShell
+    holdings: Holdings
+    tasks: asyncio.TaskGroup
+    learner: FakeLearner
+
+    def start_learner(self) -> None:
+        self.shell.learner = self.learner
+        self.tasks.create_task(self.learner.run(), name="learner")
+
+    @property
+    def versions(self) -> list[int]:
+        return [register.version for register in self.node.state.registers]
+
+    @property
+    def digests(self) -> list[str | None]:
+        held = [self.holdings.replica.state(f.index) for f in FRAGMENTS]
+        return [state.digest if state else None for state in held]
+
+    @property
+    def distance(self) -> float:
+        """Of the anchors from `TARGET`; 2 at genesis."""
+        held = [self.holdings.replica.state(f.index) for f in FRAGMENTS]
+        return max(float(np.abs(state.anchor - TARGET).max()) for state in held if state)
+
+
+def new_node(
+    holdings: Holdings, now: float, me: PeerId = A, kind: type[Node] = Node, term_merges: int = 2
+) -> Node:
+    """The core, with what is on disk."""
+    signer = KeyedSigner(me)
+    chains = holdings.resume(RUN, [state.digest for state in GENESIS], signer)
+    saved = holdings.load_json("node") or {}
+    config = NodeConfig(
+        run_id=RUN,
+        me=me,
+        name=me,
+        incarnation=int(saved.get("incarnation", 0)) + 1,
+        genesis_digests=tuple(state.digest for state in GENESIS),
+        genesis_donors=(BOOT,),
+        times=TIMES,
+        term_merges=term_merges,
+    )
+    node = kind(config, signer, random.Random(me), now, chains, saved.get("core"))
+    holdings.store.save_json("node", saved_state(node))
+    return node
+
+
+def saved_state(node: Node) -> dict[str, Any]:
+    return {"incarnation": node.state.config.incarnation, "core": node.save()}
+
+
+@asynccontextmanager
+async def open_holdings(directory: Path) -> AsyncIterator[Holdings]:
+    loop = asyncio.get_running_loop()
+    with (
+        Store(directory, len(FRAGMENTS)) as store,
+        CountedExecutor(loop) as worker,
+        CountedExecutor(loop) as disk,
+    ):
+        yield Holdings(new_replica(), store, worker, disk)
+
+
+@asynccontextmanager
+async def open_node(
+    network: Network, directory: Path, me: PeerId = A, kind: type[Node] = Node
+) -> AsyncIterator[Living]:
+    """A node whose owner runs; its learner is not started yet."""
+    async with AsyncExitStack() as stack:
+        holdings = await stack.enter_async_context(open_holdings(directory))
+        now = asyncio.get_running_loop().time()
+        node = await holdings.on_disk(lambda: new_node(holdings, now, me, kind))
+        async with asyncio.TaskGroup() as tasks:
+            shell = NodeShell(node, holdings, MemoryExchange(me, network), tasks)
+            network.shelves[me] = NodeShelf(b"", node, holdings)
+            network.inboxes[me] = shell.take_message
+            owner = tasks.create_task(shell.run(), name="owner")
+            try:
+                yield Living(node, shell, holdings, tasks, FakeLearner(shell.on_learner))
+            finally:
+                del network.shelves[me], network.inboxes[me]
+                owner.cancel()
+
+
+async def live(network: Network, directory: Path, me: PeerId, nodes: dict[PeerId, Living]) -> None:
+    """A whole node, until it is cancelled, which is its `kill -9`."""
+    async with open_node(network, directory, me) as living:
+        nodes[me] = living
+        living.start_learner()
+        living.tasks.create_task(_keep_house(living), name="housekeeping")
+        living.shell.post(events.PeersFound(tuple(PeerId(p) for p in network.shelves)))
+        await asyncio.Event().wait()
+
+
+async def _keep_house(living: Living) -> None:
+    while True:
+        await asyncio.sleep(2.0)
+        living.holdings.save_json("node", saved_state(living.node))
