@@ -17,8 +17,18 @@ from pathlib import Path
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-Body = bytes | bytearray | memoryview | Path
-"""What can be sent: a buffer that nobody changes meanwhile, or a file."""
+
+@dataclass(frozen=True, slots=True)
+class FilePart:
+    """A body that lies inside a file."""
+
+    path: Path
+    offset: int
+    num_bytes: int
+
+
+Body = bytes | bytearray | memoryview | Path | FilePart
+"""What can be sent: a buffer that nobody changes meanwhile, a file, or a part of one."""
 
 log = logging.getLogger(__name__)
 
@@ -158,21 +168,27 @@ class _Buffer:
 class _File:
     """Read in threads, one chunk at a time, so that a slow disk does not stop the loop."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, offset: int, num_bytes: int) -> None:
         self._descriptor = descriptor
-        self.num_bytes = os.fstat(descriptor).st_size
+        self._offset = offset
+        self.num_bytes = num_bytes
 
     async def read(self, start: int, stop: int) -> bytes:
-        return await asyncio.to_thread(os.pread, self._descriptor, stop - start, start)
+        place = self._offset + start
+        return await asyncio.to_thread(os.pread, self._descriptor, stop - start, place)
 
     async def close(self) -> None:
         os.close(self._descriptor)
 
 
 async def _open(body: Body) -> _Buffer | _File:
-    if not isinstance(body, Path):
+    if not isinstance(body, Path | FilePart):
         return _Buffer(body)
+    path = body if isinstance(body, Path) else body.path
     try:
-        return _File(await asyncio.to_thread(os.open, body, os.O_RDONLY))
+        descriptor = await asyncio.to_thread(os.open, path, os.O_RDONLY)
     except FileNotFoundError:  # pruned between the answer of the store and now
         raise web.HTTPNotFound(text="no longer kept here") from None
+    if isinstance(body, Path):
+        return _File(descriptor, 0, os.fstat(descriptor).st_size)
+    return _File(descriptor, body.offset, body.num_bytes)

@@ -30,6 +30,7 @@ from p2pdiloco.protocol.lineage import (
     unpack_record,
 )
 from p2pdiloco.protocol.naming import PeerId, RoundId
+from p2pdiloco_bootstrap.serving import Body
 from p2pdiloco_daemon.replica import (
     Buffer,
     FragmentState,
@@ -220,6 +221,11 @@ class Holdings:
             if (kept.version, kept.digest) == (version, digest):
                 return kept.data
         return await self.on_disk(self.store.read_merge, fragment, version, digest)
+
+    async def state_body(self, fragment: int, version: int, digest: str) -> Body | None:
+        """A packed state to be sent: from disk without a copy, else from memory."""
+        part = await self.on_disk(self.store.state_part, fragment, version, digest)
+        return part or await self.read_state(fragment, version, digest)
 
     async def read_state(self, fragment: int, version: int, digest: str) -> bytes | None:
         """A packed state, from memory or disk."""

@@ -36,7 +36,7 @@ class NodeShelf:
 
     async def state(self, fragment: int, version: int, digest: str) -> Body | None:
         known = self._knows(fragment)
-        return await self._holdings.read_state(fragment, version, digest) if known else None
+        return await self._holdings.state_body(fragment, version, digest) if known else None
 
     async def contribution(
         self, peer: str, fragment: int, version: int, term: int, attempt: int

@@ -29,6 +29,7 @@ from types import TracebackType
 from typing import BinaryIO, Self, TypeAlias
 
 from p2pdiloco.errors import P2PDilocoError, StoreError, UserError
+from p2pdiloco_bootstrap.serving import FilePart
 from p2pdiloco_daemon.replica import (
     Buffer,
     FragmentState,
@@ -123,6 +124,7 @@ class Store:
         self._lock: BinaryIO | None = None
         if read_only:
             return
+        self._sound: list[str | None] = [None] * num_fragments
         with _disk(directory):
             for folder in self._fragments:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -201,6 +203,19 @@ class Store:
             return None
         body = _read_body(entry)
         return body if body and self._unpack(fragment, entry, body) else None
+
+    def state_part(self, fragment: int, version: int, digest: str) -> FilePart | None:
+        """Where a kept state lies, packed; None if that one is not here or is damaged. Reads all of
+        it the first time only: a large state is asked for in a thousand pieces.
+        """
+        entry = self._entry(fragment, version, "snapshot")
+        if entry is None or entry.digest != digest:
+            return None
+        if self._sound[fragment] != digest:
+            if self._state(fragment, entry) is None:
+                return None
+            self._sound[fragment] = digest
+        return FilePart(entry.path, entry.body_offset, entry.body_bytes)
 
     def read_merge(self, fragment: int, version: int, digest: str) -> bytes | None:
         """A kept merge payload; None if that one is not here or is damaged."""

@@ -234,6 +234,24 @@ def test_a_donor_reads_states_and_merges_by_digest(store: Store) -> None:
     assert store.read_merge(0, 99, payload_digest(b"")) is None
 
 
+def test_a_donor_finds_the_bytes_of_a_state_in_its_file(store: Store) -> None:
+    fill(store, 9)
+    state = state_at(8)
+    for _ in range(2):
+        part = store.state_part(0, 8, state.digest)
+        assert part
+        inside = part.path.read_bytes()[part.offset :]
+        assert inside == pack_state(state) and len(inside) == part.num_bytes
+    assert store.state_part(0, 8, state_at(4).digest) is None
+    assert store.state_part(0, 7, state.digest) is None
+
+
+def test_a_damaged_state_is_not_offered(store: Store, tmp_path: Path) -> None:
+    fill(store, 9)
+    flip(tmp_path / "fragments" / "0000" / "0000000008.snapshot", 200)
+    assert store.state_part(0, 8, state_at(8).digest) is None
+
+
 def test_json_comes_back_or_is_skipped(
     store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
