@@ -49,7 +49,7 @@ from p2pdiloco_daemon.report import LearnerReport, Reporter
 from p2pdiloco_daemon.shelf import NodeShelf
 from p2pdiloco_daemon.status import view
 from p2pdiloco_daemon.status.app import build_app, serving_page
-from p2pdiloco_daemon.store import Store
+from p2pdiloco_daemon.store import Store, lock_directory
 
 REPLICA_BYTES_PER_PARAMETER = 8
 """Anchor and momentum in float32, in the daemon."""
@@ -108,12 +108,13 @@ async def run_node(options: NodeOptions) -> None:
     """Runs a node until Ctrl-C or SIGTERM. UserError for what a person has to mend."""
     configure_logging()
     started = asyncio.get_running_loop().time()
-    place = open_place(options.directory, options.invite)
-    identity = Identity.load_or_create(place.identity_path)
-    board = StatusBoard(place, started)
-    board.peer_id = identity.peer_id
     with stop_signals() as stop:
         async with AsyncExitStack() as stack:
+            stack.enter_context(lock_directory(options.directory))
+            place = open_place(options.directory, options.invite)
+            identity = Identity.load_or_create(place.identity_path)
+            board = StatusBoard(place, started)
+            board.peer_id = identity.peer_id
             settle = SettleRequest()
             page = build_app(board.read, settle=settle)
             url = await stack.enter_async_context(serving_page(page, options.status_port))
@@ -226,7 +227,7 @@ async def _take_part(
     async with AsyncExitStack() as stack:
         worker = stack.enter_context(ThreadPoolExecutor(1, "worker"))
         disk = stack.enter_context(ThreadPoolExecutor(1, "disk"))
-        store = stack.enter_context(Store(place.directory, len(fragments)))
+        store = stack.enter_context(Store(place.directory, len(fragments), is_locked=True))
         holdings = Holdings(_replica(spec, fragments), store, worker, disk)
         board.sentence = "Reading what is on disk."
         node = await holdings.on_disk(
@@ -281,7 +282,7 @@ async def _take_part(
         await owner
         for task in background:
             task.cancel()
-        await holdings.on_disk(store.save_json, "node", _saved(node))
+        holdings.save_json("node", _saved(node))
 
 
 @asynccontextmanager

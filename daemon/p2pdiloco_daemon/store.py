@@ -109,10 +109,12 @@ class Store:
         snapshot_every: int = 4,
         max_snapshots: int = 2,
         read_only: bool = False,
+        is_locked: bool = False,
     ) -> None:
         """Create what is missing and remove what a crash left half-written.
 
         Read-only it does neither, and may be opened beside the daemon that has the directory.
+        `is_locked`: the caller has the directory already, by `lock_directory`.
 
         UserError if another daemon has the directory, StoreError if it cannot be written.
         """
@@ -128,7 +130,7 @@ class Store:
         with _disk(directory):
             for folder in self._fragments:
                 folder.mkdir(parents=True, exist_ok=True)
-            self._lock = _lock(directory)
+            self._lock = None if is_locked else lock_directory(directory)
             for folder in (directory, *self._fragments):
                 for leftover in folder.glob("*.tmp"):
                     leftover.unlink()
@@ -328,9 +330,13 @@ def _disk(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _lock(directory: Path) -> BinaryIO:
-    """The lock file, held as long as it is open."""
-    file = (directory / "lock").open("a+b", buffering=0)
+def lock_directory(directory: Path) -> BinaryIO:
+    """The lock file: the directory is this process's as long as it is open. UserError if it is
+    another's.
+    """
+    with _disk(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        file = (directory / "lock").open("a+b", buffering=0)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

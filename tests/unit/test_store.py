@@ -193,6 +193,16 @@ def test_two_daemons_in_one_directory_are_told_apart(store: Store, tmp_path: Pat
     Store(tmp_path, 2).close()
 
 
+def test_a_directory_is_had_before_anything_is_known_of_the_run(tmp_path: Path) -> None:
+    with lock_directory(tmp_path / "new"):
+        with pytest.raises(UserError, match=f"process {os.getpid()}"):
+            lock_directory(tmp_path / "new")
+        Store(tmp_path / "new", 2, is_locked=True).close()
+        with pytest.raises(UserError):
+            lock_directory(tmp_path / "new")
+    lock_directory(tmp_path / "new").close()
+
+
 def test_a_second_daemon_leaves_the_firsts_temporary_files_alone(
     store: Store, tmp_path: Path
 ) -> None:
