@@ -15,7 +15,7 @@ from p2pdiloco_daemon.replica import (
     payload_digest,
     unpack_state,
 )
-from p2pdiloco_daemon.store import SnapshotInfo, Store
+from p2pdiloco_daemon.store import SnapshotInfo, Store, lock_directory
 
 SIZE = 50
 
