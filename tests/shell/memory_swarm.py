@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from virtual_clock import CountedExecutor
@@ -22,7 +22,7 @@ from p2pdiloco.protocol.node import Node
 from p2pdiloco.protocol.pacing import SyncTimes
 from p2pdiloco.protocol.state import NodeConfig
 from p2pdiloco.simulation.machine import KeyedSigner
-from p2pdiloco_bootstrap.serving import FilePart
+from p2pdiloco_bootstrap.serving import Body, FilePart
 from p2pdiloco_bootstrap.shelf import Contribution, RecordsPage
 from p2pdiloco_daemon import learner as learners
 from p2pdiloco_daemon.exchange import MESSAGE_TIMEOUT_S, Busy, Exchange, Refused, Unreachable
@@ -68,6 +68,17 @@ class GenesisShelf:
         return None
 
 
+class Donates(Protocol):
+    """Of a `p2pdiloco_bootstrap.shelf.Shelf`, what is asked for here."""
+
+    async def records(self, fragment: int, since: int) -> RecordsPage | None: ...
+    async def merge(self, fragment: int, version: int, digest: str) -> Body | None: ...
+    async def state(self, fragment: int, version: int, digest: str) -> Body | None: ...
+    async def contribution(
+        self, peer: str, fragment: int, version: int, term: int, attempt: int
+    ) -> Contribution | None: ...
+
+
 TakeMessage = Callable[[str, bytes], bool]
 
 
@@ -75,7 +86,7 @@ TakeMessage = Callable[[str, bytes], bool]
 class Network:
     """Who serves what, and what is wrong with whom. To and from a `hung` peer nothing arrives."""
 
-    shelves: dict[str, "GenesisShelf | NodeShelf"] = field(default_factory=dict)
+    shelves: dict[str, Donates] = field(default_factory=dict)
     inboxes: dict[str, TakeMessage] = field(default_factory=dict)
     hung: set[str] = field(default_factory=set)
     latency_s: float = 0.02

@@ -30,8 +30,8 @@ class _JumpingSelector(selectors.DefaultSelector):
 
 
 class VirtualClockLoop(asyncio.SelectorEventLoop):
-    """`time()` starts at 0, is a hair later than the timer it jumps to, and stands still while threads of a `CountedExecutor` work, as those of
-    the default executor; sockets do not belong here.
+    """`time()` starts at 0 and is a hair later than the timer it jumped to. It stands still while
+    threads of a `CountedExecutor` work, as the default executor is; sockets do not belong here.
     """
 
     def __init__(self) -> None:
