@@ -14,6 +14,7 @@ from protocol_builders import (
     Script,
     committed,
     head_of,
+    make_chain,
     make_heartbeat,
     make_node,
     make_record,
@@ -451,3 +452,36 @@ def test_questions_reach_back_as_far_as_records_are_kept() -> None:
     script = training(B, version=3)
     register(script).distrusted = True
     assert announce(script, B, make_records(4)) == [FetchRecords(B, 0, max(0, 3 - RECORDS_KEPT))]
+
+
+def test_a_record_that_comes_while_a_question_is_open_is_caught_up_to_once() -> None:
+    script, records = training(B, C), make_records(2)
+    assert announce(script, B, records) == [FetchRecords(B, 0, 0)]
+    script.do(committed(C, records[0]))
+    assert answer(script, B, records) == []
+    script.do(reached(records[0]))
+    assert register(script).version == 1
+
+
+def test_what_the_learner_was_given_is_not_given_again_when_a_catch_up_fails() -> None:
+    script, records = training(B), make_records(2)
+    script.do(committed(B, records[0]))
+    assert InstallFragment(0, 1) in script.do(reached(records[0]))
+    script.do(committed(B, records[1]))
+    failed = script.do(events.CatchUpFailed(0, "no donor has what is needed"))
+    assert not [action for action in failed if isinstance(action, InstallFragment)]
+
+
+def test_merges_that_a_donor_cannot_show_are_not_called_lost() -> None:
+    trunk = make_records(3, tokens={A: 50})
+    ours = [*trunk, make_record(trunk[-1], {A: 70}, branch="ours")]
+    theirs = [*trunk, *make_records(3, trunk[-1], branch="theirs")]
+    script = Script(make_node(chains=[make_chain(ours), make_chain((), 1)]))
+    for record in ours:
+        script.node.state.ledger.revise(0, record.version, record.tokens_of(A))
+    shown = theirs[4:]
+    announce(script, C, theirs)
+    answer(script, C, shown)
+    answer(script, C, shown, snapshot_of(theirs[4]))
+    script.do(loaded(snapshot_of(theirs[4])))
+    assert script.node.state.ledger.totals().merged == 3 * 50 + 70
