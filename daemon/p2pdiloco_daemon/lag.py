@@ -8,8 +8,8 @@ import sys
 from collections import deque
 
 TICK_S = 0.05
-"""Each tick wakes the daemon; at 20 ms and with a watchdog set anew at each, measuring took a fourth
-of the processor time of a daemon of a small model."""
+"""Each tick wakes the daemon; at 20 ms and with a watchdog set anew at each, measuring took a
+quarter of a daemon's processor time with a small model."""
 WINDOW_TICKS = 1200
 """One minute."""
 STALL_S = 0.25
