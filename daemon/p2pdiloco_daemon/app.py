@@ -357,6 +357,7 @@ def _wake_up(
             grace_factor=spec.sync.grace_factor,
         ),
         term_merges=spec.sync.term_merges,
+        contributors_max=spec.limits.max_contributors,
     )
     node = Node(config, signer, random.Random(), now, chains, saved.get("core"))
     holdings.store.save_json("node", _saved(node))

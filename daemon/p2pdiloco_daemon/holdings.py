@@ -72,7 +72,6 @@ class Merge:
     state: FragmentState
 
 
-@dataclass(frozen=True, slots=True)
 @dataclass(slots=True)
 class OurRound:
     """A round that this node runs: what was pulled for it, then the merge."""
@@ -81,6 +80,7 @@ class OurRound:
     merge: Merge | None = None
 
 
+@dataclass(frozen=True, slots=True)
 class Payload:
     version: int
     digest: str
@@ -106,13 +106,13 @@ class Holdings:
             deque(maxlen=PAYLOADS_IN_MEMORY) for _ in range(num)
         ]
         self._writes_waiting = 0
-
         self._store_errors: dict[str, str] = {}
 
     @property
     def store_error(self) -> str | None:
         """Why something could not be saved, until it could."""
         return next(iter(self._store_errors.values()), None)
+
     async def compute(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Runs arithmetic in the worker thread."""
         loop = asyncio.get_running_loop()
@@ -142,11 +142,16 @@ class Holdings:
 
     # ---------------------------------------------------------------- rounds that we run
 
-    async def take_in(self, round_id: RoundId, peer: PeerId, payload: Buffer) -> None:
+    @property
+    def num_rounds(self) -> int:
+        """Rounds that something is kept for."""
+        return len(self._rounds)
+
     def open_round(self, round_id: RoundId) -> None:
         """Keeps what is taken in for this round from now on, until it is committed or dropped."""
         self._rounds.setdefault(round_id, OurRound())
 
+    async def take_in(self, round_id: RoundId, peer: PeerId, payload: Buffer) -> None:
         """Decodes and checks a pulled contribution; PayloadError if it is not what it should be."""
         delta = await self.compute(self.replica.decode_contribution, round_id.fragment, payload)
         if round_ := self._rounds.get(round_id):  # else it ended meanwhile

@@ -1,0 +1,254 @@
+"""What a node holds: memory that ends with its rounds, a disk that may refuse, and restarts."""
+
+import asyncio
+import errno
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from memory_swarm import FRAGMENTS, GENESIS, RUN, A, B, open_holdings
+from merge_history import P, make_history
+from virtual_clock import run_virtual
+
+from p2pdiloco.compress.codec import encode
+from p2pdiloco.protocol.events import SnapshotInfo
+from p2pdiloco.protocol.lineage import Chain, Contributor
+from p2pdiloco.protocol.naming import RoundId
+from p2pdiloco.simulation.machine import KeyedSigner
+from p2pdiloco_daemon.holdings import WRITES_WAITING_MAX, Holdings
+from p2pdiloco_daemon.replica import pack_state
+
+HISTORY = make_history(9)
+ROUND = RoundId(P, 1, 0, 0)
+PAYLOAD = encode(np.full(FRAGMENTS[P].size, 0.1, np.float32), "float32")
+PARTS = (Contributor(B, 100, 10),)
+GENESIS_DIGESTS = [state.digest for state in GENESIS]
+
+Scenario = Callable[[Holdings], Coroutine[None, None, None]]
+
+
+def play(directory: Path, scenario: Scenario) -> None:
+    async def main() -> None:
+        async with open_holdings(directory) as holdings:
+            await scenario(holdings)
+
+    run_virtual(main())
+
+
+async def load_genesis(holdings: Holdings) -> None:
+    info = SnapshotInfo(0, GENESIS[P].digest)
+    await holdings.load(P, info, bytearray(pack_state(GENESIS[P])), None)
+
+
+async def apply_merges(holdings: Holdings, versions: Sequence[int]) -> None:
+    for version in versions:
+        await holdings.apply(HISTORY.records[version - 1], HISTORY.payloads[version - 1])
+
+
+async def all_written(holdings: Holdings) -> None:
+    await holdings.on_disk(lambda: None)
+    await asyncio.sleep(0)
+
+
+def chain_on_disk(directory: Path, genesis: Sequence[str] = GENESIS_DIGESTS) -> Chain | None:
+    """What a restart makes of the directory, whose replica stands where the chain says."""
+    chains: list[Chain | None] = []
+
+    async def scenario(holdings: Holdings) -> None:
+        chains.extend(holdings.resume(RUN, genesis, KeyedSigner(A)))
+        chain, state = chains[P], holdings.replica.state(P)
+        assert chains[0] is None
+        assert (state and state.version) == (chain and chain.version)
+        if state and state.version:
+            assert state.digest == HISTORY.states[state.version].digest
+
+    play(directory, scenario)
+    return chains[P]
+
+
+# -------------------------------------------------------------------- rounds
+
+
+def test_what_arrives_after_the_end_of_its_round_is_not_kept(tmp_path: Path) -> None:
+    async def scenario(holdings: Holdings) -> None:
+        await load_genesis(holdings)
+        holdings.open_round(ROUND)
+        pull = asyncio.create_task(holdings.take_in(ROUND, B, PAYLOAD))
+        await asyncio.sleep(0)
+        holdings.drop_round(ROUND)
+        await pull
+        assert not holdings.num_rounds
+
+    play(tmp_path, scenario)
+
+
+def test_a_merge_that_is_dropped_meanwhile_is_not_kept(tmp_path: Path) -> None:
+    async def scenario(holdings: Holdings) -> None:
+        await load_genesis(holdings)
+        holdings.open_round(ROUND)
+        await holdings.take_in(ROUND, B, PAYLOAD)
+        merging = asyncio.create_task(holdings.merge(ROUND, PARTS))
+        await asyncio.sleep(0)
+        holdings.drop_round(ROUND)
+        await merging
+        assert not holdings.num_rounds
+        state = holdings.replica.state(P)
+        assert state and state.version == 0
+
+    play(tmp_path, scenario)
+
+
+# -------------------------------------------------------------------- restarts
+
+
+def write_history(directory: Path, num_merges: int = 9) -> None:
+    async def scenario(holdings: Holdings) -> None:
+        await load_genesis(holdings)
+        await apply_merges(holdings, range(1, num_merges + 1))
+
+    play(directory, scenario)
+
+
+def test_a_restart_stands_where_the_last_life_ended(tmp_path: Path) -> None:
+    write_history(tmp_path)
+    chain = chain_on_disk(tmp_path)
+    assert chain and chain.head == HISTORY.records[-1]
+
+
+def test_an_empty_directory_holds_nothing(tmp_path: Path) -> None:
+    assert chain_on_disk(tmp_path) is None
+
+
+@pytest.mark.parametrize("damage", [b"", b"garbage", bytes(500)])
+def test_a_garbage_merge_is_where_the_restart_ends(tmp_path: Path, damage: bytes) -> None:
+    write_history(tmp_path, 7)
+    newest = max((tmp_path / "fragments" / f"{P:04d}").glob("*.merge"))
+    newest.write_bytes(damage)
+    chain = chain_on_disk(tmp_path)
+    assert chain and chain.version == 6
+
+
+@pytest.mark.parametrize("damage", [b"", b"garbage", bytes(500)])
+def test_behind_a_garbage_snapshot_lies_an_older_one(tmp_path: Path, damage: bytes) -> None:
+    write_history(tmp_path)
+    newest = max((tmp_path / "fragments" / f"{P:04d}").glob("*.snapshot"))
+    newest.write_bytes(damage)
+    chain = chain_on_disk(tmp_path)
+    assert chain and chain.head == HISTORY.records[-1]
+
+
+def test_with_every_file_damaged_the_node_starts_anew(tmp_path: Path) -> None:
+    write_history(tmp_path)
+    for path in (tmp_path / "fragments" / f"{P:04d}").iterdir():
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    assert chain_on_disk(tmp_path) is None
+
+
+def test_another_runs_genesis_is_of_no_use(tmp_path: Path) -> None:
+    write_history(tmp_path, 2)
+    assert chain_on_disk(tmp_path, ["0" * 64] * 3) is None
+
+
+def test_the_log_of_a_losing_lineage_is_forgotten(tmp_path: Path) -> None:
+    write_history(tmp_path)
+
+    async def fork(holdings: Holdings) -> None:
+        state, record = HISTORY.states[2], HISTORY.records[1]
+        info = SnapshotInfo(2, state.digest)
+        await holdings.load(P, info, bytearray(pack_state(state)), record)
+
+    play(tmp_path, fork)
+    chain = chain_on_disk(tmp_path)
+    assert chain and chain.head == HISTORY.records[1]
+
+
+# -------------------------------------------------------------------- a disk that refuses
+
+
+class FullDisk:
+    """Renaming a finished file into place is what fails."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_full = False
+        self.only_for = ""
+        replace = Path.replace
+
+        def replace_if_there_is_room(path: Path, target: Path) -> Path:
+            if self.is_full and self.only_for in target.name:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return replace(path, target)
+
+        monkeypatch.setattr(Path, "replace", replace_if_there_is_room)
+
+
+def test_a_full_disk_stops_no_training_and_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = FullDisk(monkeypatch)
+
+    async def scenario(holdings: Holdings) -> None:
+        await load_genesis(holdings)
+        await apply_merges(holdings, [1])
+        await all_written(holdings)
+        assert holdings.store_error is None and holdings.saved_at is not None
+        disk.is_full = True
+        await apply_merges(holdings, [2, 3])
+        await all_written(holdings)
+        assert holdings.store_error and "No space left" in holdings.store_error
+        state = holdings.replica.state(P)
+        assert state and state.version == 3
+        disk.is_full = False
+        await apply_merges(holdings, [4, 5])
+        await all_written(holdings)
+        assert holdings.store_error is None
+
+    play(tmp_path, scenario)
+    chain = chain_on_disk(tmp_path)
+    assert chain and chain.version == 5
+
+
+def test_a_small_file_that_fits_does_not_hide_a_large_one_that_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = FullDisk(monkeypatch)
+    disk.is_full, disk.only_for = True, ".merge"
+
+    async def scenario(holdings: Holdings) -> None:
+        await load_genesis(holdings)
+        await apply_merges(holdings, [1])
+        holdings.save_json("node", {})
+        await all_written(holdings)
+        assert holdings.store_error and ".merge" in holdings.store_error
+
+    play(tmp_path, scenario)
+
+
+def test_writes_wait_within_bounds(tmp_path: Path) -> None:
+    async def scenario(holdings: Holdings) -> None:
+        slow = threading.Event()
+        waiting = asyncio.create_task(holdings.on_disk(slow.wait))
+        await asyncio.sleep(0)
+        for number in range(WRITES_WAITING_MAX + 10):
+            holdings.save_json("node", {"number": number})
+        assert holdings.store_error and "64 writes are waiting" in holdings.store_error
+        slow.set()
+        await waiting
+        await all_written(holdings)
+        assert holdings.load_json("node") == {"number": WRITES_WAITING_MAX - 1}
+        assert holdings.store_error is None
+
+    play(tmp_path, scenario)
+
+
+def test_a_bug_while_saving_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(holdings: Holdings) -> None:
+        holdings.save_json("node", {"no JSON": object()})
+        await all_written(holdings)
+        assert holdings.store_error and "not JSON serializable" in holdings.store_error
+
+    play(tmp_path, scenario)
+    assert "Traceback" in caplog.text

@@ -1,0 +1,111 @@
+"""What a node's directory remembers, and what a wrong one says."""
+
+from pathlib import Path
+
+import pytest
+
+from p2pdiloco.errors import PeerError, UserError
+from p2pdiloco.spec import (
+    GenesisSpec,
+    RunSpec,
+    SignedSpec,
+    SyncSpec,
+    TensorLayout,
+    bytes_to_sign,
+    canonical_bytes,
+)
+from p2pdiloco_bootstrap.identity import Identity
+from p2pdiloco_bootstrap.invite import make_invite
+from p2pdiloco_daemon.place import Place, open_place
+
+OWNER = Identity.generate()
+NOW = 2_000_000_000.0
+ADDRESS = f"/ip4/192.0.2.7/tcp/7441/p2p/{OWNER.peer_id}"
+OTHER_ADDRESS = f"/ip4/192.0.2.8/tcp/7441/p2p/{OWNER.peer_id}"
+
+
+def make_run(name: str = "first", owner: Identity = OWNER) -> SignedSpec:
+    genesis = GenesisSpec(
+        num_parameters=6,
+        tensors=(TensorLayout(name="weight", shape=(2, 3)),),
+        state_digests=("0" * 64,),
+    )
+    draft = RunSpec(name=name, sync=SyncSpec(num_fragments=1))
+    spec_bytes = canonical_bytes(draft.with_genesis(genesis))
+    return SignedSpec(spec_bytes, owner.public_key, owner.sign(bytes_to_sign(spec_bytes)))
+
+
+RUN = make_run()
+
+
+def invite(run: SignedSpec = RUN, address: str = ADDRESS) -> str:
+    return make_invite(OWNER, run.run_id, (address,), int(NOW) + 3600)
+
+
+def join(directory: Path, text: str | None) -> Place:
+    return open_place(directory, text, lambda: NOW)
+
+
+def test_an_invite_is_remembered(tmp_path: Path) -> None:
+    place = join(tmp_path / "node", invite())
+    assert (place.run_id, place.owner) == (RUN.run_id, OWNER.public_key)
+    assert place.bootstraps == (ADDRESS,)
+    assert join(tmp_path / "node", None) == place
+
+
+def test_a_newer_invite_to_the_same_run_brings_new_addresses(tmp_path: Path) -> None:
+    join(tmp_path, invite())
+    join(tmp_path, invite(address=OTHER_ADDRESS))
+    assert join(tmp_path, None).bootstraps == (OTHER_ADDRESS,)
+
+
+def test_an_invite_to_another_run_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    place = join(tmp_path, invite())
+    other = make_run("second")
+    with pytest.raises(UserError, match=f"belongs to run {RUN.run_id}.*{other.run_id}.*--dir"):
+        join(tmp_path, invite(other))
+    assert join(tmp_path, None) == place
+
+
+def test_without_an_invite_there_must_have_been_one(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="has not joined a run yet; give an invite"):
+        join(tmp_path, None)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"run_id": 3}', "\xff"])
+def test_a_damaged_join_file_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "join.json").write_bytes(content.encode("latin-1"))
+    for text in (None, invite()):
+        with pytest.raises(UserError, match=r"join\.json.* remove it and join again"):
+            join(tmp_path, text)
+
+
+def test_a_directory_that_is_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="file"):
+        join(tmp_path / "file", invite())
+
+
+def test_the_spec_is_kept_and_checked_again(tmp_path: Path) -> None:
+    place = join(tmp_path, invite())
+    assert place.spec() is None
+    place.keep_spec(place.checked(RUN.pack()))
+    assert place.spec() == RUN
+
+
+def test_the_spec_of_another_run_is_not_taken(tmp_path: Path) -> None:
+    with pytest.raises(PeerError, match="another run"):
+        join(tmp_path, invite()).checked(make_run("second").pack())
+
+
+def test_a_spec_that_the_owner_in_the_invite_did_not_sign_is_not_taken(tmp_path: Path) -> None:
+    theirs = make_run("first", Identity.generate())
+    with pytest.raises(PeerError, match=r"signed by .*, the invite by"):
+        join(tmp_path, invite(theirs)).checked(theirs.pack())
+
+
+def test_a_damaged_spec_says_how_to_get_a_new_one(tmp_path: Path) -> None:
+    place = join(tmp_path, invite())
+    (tmp_path / "run.spec").write_bytes(RUN.pack()[:-5])
+    with pytest.raises(UserError, match=r"run\.spec.*remove it, and it is fetched again"):
+        place.spec()
