@@ -154,8 +154,9 @@ class Reporter:
 
     def _sentence(self) -> str:
         what = self._what()
-        if problem := self.network_sentence():
-            what += f" {problem}."
+        cut_off = self._state() in (view.NodeState.FETCHING, view.NodeState.ISOLATED)
+        if cut_off and (problem := self.network_sentence()):
+            what += f" {problem[0].upper()}{problem[1:]}."
         if self.holdings.store_error:
             what += " Training goes on, but the checkpoint cannot be written: "
             what += f"{self.holdings.store_error}"
@@ -165,7 +166,7 @@ class Reporter:
         state = self.node.state
         held = sum(r.chain is not None for r in state.registers)
         others = len(state.membership.ready(state.now))
-        swarm = f"{others} other{'s' if others != 1 else ''}"
+        swarm = f"{others} other node{'s' if others != 1 else ''}"
         match self._state():
             case view.NodeState.STOPPING:
                 return "Leaving: saving and saying goodbye."
@@ -180,6 +181,10 @@ class Reporter:
                 )
             case _:
                 pass
+        if state.settling:
+            return "Training has stopped, as asked; what was merged last is still on its way."
+        if self.learner.state is view.LearnerState.RESTARTING:
+            return f"The learner process ended and is started again; {swarm} go on meanwhile."
         if not state.learner_alive or self.learner.state is not view.LearnerState.TRAINING:
             return f"Waiting for the learner to start, in a swarm with {swarm}."
         post = state.post(state.registers[0])[0]

@@ -5,14 +5,14 @@ The learner is a fake whose numbers drift towards `TARGET`, at a pace in virtual
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from virtual_clock import CountedExecutor
+from virtual_clock import CountedExecutor, run_virtual
 
 from p2pdiloco.errors import PeerError
 from p2pdiloco.optim.fragments import plan_fragments
@@ -336,3 +336,57 @@ async def _keep_house(living: Living) -> None:
     while True:
         await asyncio.sleep(2.0)
         living.holdings.save_json("node", saved_state(living.node))
+
+
+class Swarm:
+    """Nodes by name; each has a directory, which survives it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.network = Network()
+        self.nodes: dict[PeerId, Living] = {}
+        self._directory = directory
+        self._lives: dict[PeerId, asyncio.Task[None]] = {}
+
+    def start(self, *peers: PeerId) -> None:
+        for me in peers:
+            life = live(self.network, self._directory / me, me, self.nodes)
+            self._lives[me] = asyncio.create_task(life, name=me)
+
+    async def kill(self, *peers: PeerId) -> None:
+        for me in peers:
+            life = self._lives.pop(me)
+            del self.nodes[me]
+            life.cancel()
+            await asyncio.wait([life])
+
+    async def train(self, seconds: float) -> None:
+        """A life that ends by itself ends the test."""
+        done, _ = await asyncio.wait(self._lives.values(), timeout=seconds)
+        for life in done:
+            life.result()
+
+    async def settle(self) -> None:
+        """As the demo at its end: all reach the newest heads and stay there."""
+        for living in self.nodes.values():
+            living.learner.paused = True
+            living.shell.post(events.SettleAsked())
+        await self.train(20)
+        assert all(living.node.is_settled for living in self.nodes.values())
+
+    def versions(self) -> list[int]:
+        """The newest of each fragment."""
+        return [max(each) for each in zip(*(n.versions for n in self.nodes.values()), strict=True)]
+
+
+SwarmScenario = Callable[[Swarm], Coroutine[None, None, None]]
+
+
+def play_swarm(directory: Path, scenario: SwarmScenario) -> None:
+    async def main() -> None:
+        swarm = Swarm(directory)
+        try:
+            await scenario(swarm)
+        finally:
+            await swarm.kill(*list(swarm.nodes))
+
+    run_virtual(main())

@@ -1,70 +1,10 @@
 """Real shells train in virtual time: they agree to the last bit, and survive deaths."""
 
-import asyncio
-from collections.abc import Callable, Coroutine
 from pathlib import Path
 
-from memory_swarm import BOOT, A, B, C, Living, Network, live
-from virtual_clock import run_virtual
-
-from p2pdiloco.protocol import events
-from p2pdiloco.protocol.naming import PeerId
+from memory_swarm import BOOT, A, B, C, Swarm, play_swarm
 
 MINUTE = 60.0
-
-
-class Swarm:
-    """Nodes by name; each has a directory, which survives it."""
-
-    def __init__(self, directory: Path) -> None:
-        self.network = Network()
-        self.nodes: dict[PeerId, Living] = {}
-        self._directory = directory
-        self._lives: dict[PeerId, asyncio.Task[None]] = {}
-
-    def start(self, *peers: PeerId) -> None:
-        for me in peers:
-            life = live(self.network, self._directory / me, me, self.nodes)
-            self._lives[me] = asyncio.create_task(life, name=me)
-
-    async def kill(self, *peers: PeerId) -> None:
-        for me in peers:
-            life = self._lives.pop(me)
-            del self.nodes[me]
-            life.cancel()
-            await asyncio.wait([life])
-
-    async def train(self, seconds: float) -> None:
-        """A life that ends by itself ends the test."""
-        done, _ = await asyncio.wait(self._lives.values(), timeout=seconds)
-        for life in done:
-            life.result()
-
-    async def settle(self) -> None:
-        """As the demo at its end: all reach the newest heads and stay there."""
-        for living in self.nodes.values():
-            living.learner.paused = True
-            living.shell.post(events.SettleAsked())
-        await self.train(20)
-        assert all(living.node.is_settled for living in self.nodes.values())
-
-    def versions(self) -> list[int]:
-        """The newest of each fragment."""
-        return [max(each) for each in zip(*(n.versions for n in self.nodes.values()), strict=True)]
-
-
-Scenario = Callable[[Swarm], Coroutine[None, None, None]]
-
-
-def play(directory: Path, scenario: Scenario) -> None:
-    async def main() -> None:
-        swarm = Swarm(directory)
-        try:
-            await scenario(swarm)
-        finally:
-            await swarm.kill(*list(swarm.nodes))
-
-    run_virtual(main())
 
 
 def assert_one_lineage(swarm: Swarm) -> None:
@@ -91,7 +31,7 @@ def test_three_nodes_train_to_the_same_bits(tmp_path: Path) -> None:
         together = [r for r in swarm.nodes[A].node.state.rounds if len(r.contributors) == 3]
         assert len(together) >= 18
 
-    play(tmp_path, scenario)
+    play_swarm(tmp_path, scenario)
 
 
 def test_a_killed_node_comes_back_from_its_directory(tmp_path: Path) -> None:
@@ -111,7 +51,7 @@ def test_a_killed_node_comes_back_from_its_directory(tmp_path: Path) -> None:
         assert_ledgers_add_up(swarm)
         assert swarm.nodes[B].node.state.ledger.totals().processed > 1.5 * tokens
 
-    play(tmp_path, scenario)
+    play_swarm(tmp_path, scenario)
 
 
 def test_all_nodes_die_and_any_subset_goes_on_from_the_newest_anchors(tmp_path: Path) -> None:
@@ -132,7 +72,7 @@ def test_all_nodes_die_and_any_subset_goes_on_from_the_newest_anchors(tmp_path: 
         assert_ledgers_add_up(swarm)
         assert min(swarm.versions()) > max(committed) + 10
 
-    play(tmp_path, scenario)
+    play_swarm(tmp_path, scenario)
 
 
 def test_a_joiner_ends_at_the_head(tmp_path: Path) -> None:
@@ -149,7 +89,7 @@ def test_a_joiner_ends_at_the_head(tmp_path: Path) -> None:
         assert_one_lineage(swarm)
         assert swarm.nodes[C].node.state.ledger.totals().merged > 0
 
-    play(tmp_path, scenario)
+    play_swarm(tmp_path, scenario)
 
 
 def test_a_hung_peer_stalls_nobody(tmp_path: Path) -> None:
@@ -166,4 +106,4 @@ def test_a_hung_peer_stalls_nobody(tmp_path: Path) -> None:
         assert_one_lineage(swarm)
         assert_ledgers_add_up(swarm)
 
-    play(tmp_path, scenario)
+    play_swarm(tmp_path, scenario)

@@ -1,0 +1,199 @@
+"""What a node says it is doing: one sentence for each state, still while nothing happens."""
+
+import asyncio
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from memory_swarm import (
+    BOOT,
+    TOKENS_PER_STEP,
+    A,
+    B,
+    Living,
+    Network,
+    Swarm,
+    open_node,
+    play_swarm,
+)
+from virtual_clock import run_virtual
+
+from p2pdiloco.spec import RunSpec
+from p2pdiloco_bootstrap.serving import Traffic
+from p2pdiloco_daemon import learner as learners
+from p2pdiloco_daemon.lag import LagMonitor
+from p2pdiloco_daemon.report import LearnerReport, Reporter
+from p2pdiloco_daemon.status import view
+
+
+def report_of(living: Living, problem: Callable[[], str | None] = lambda: None) -> Reporter:
+    return Reporter(
+        spec=RunSpec(name="first"),
+        run_id="run",
+        started=0.0,
+        now=asyncio.get_running_loop().time,
+        node=living.node,
+        shell=living.shell,
+        holdings=living.holdings,
+        traffic=Traffic(),
+        lag=LagMonitor(),
+        learner=LearnerReport(state=view.LearnerState.TRAINING),
+        network_sentence=problem,
+    )
+
+
+async def still(swarm: Swarm, reporter: Reporter) -> str:
+    """The sentence, which does not tick: a reader of the page sees it change when something did."""
+    sentence = reporter.status().sentence
+    await swarm.train(7)
+    assert reporter.status().sentence == sentence
+    return sentence
+
+
+def test_a_node_that_trains_says_with_whom(tmp_path: Path) -> None:
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start(A, B)
+        await swarm.train(60)
+        sentences = [report_of(living).status().sentence for living in swarm.nodes.values()]
+        for sentence in sentences:
+            assert sentence.startswith("Training with 1 other node; this node learns and ")
+        assert any("is the synchronizer" in sentence for sentence in sentences)
+        assert report_of(swarm.nodes[A]).status().state is view.NodeState.TRAINING
+
+    play_swarm(tmp_path, scenario)
+
+
+def test_a_dead_bootstrap_peer_worries_nobody_who_trains(tmp_path: Path) -> None:
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start(A, B)
+        await swarm.train(60)
+        status = report_of(swarm.nodes[A], lambda: "cannot reach boot").status()
+        assert "boot" not in status.sentence
+
+    play_swarm(tmp_path, scenario)
+
+
+def test_a_node_alone_says_so_and_why(tmp_path: Path) -> None:
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start(A)
+        await swarm.train(60)
+        reporter = report_of(swarm.nodes[A], lambda: "cannot reach boot; trying again")
+        assert reporter.status().state is view.NodeState.ISOLATED
+        sentence = await still(swarm, reporter)
+        assert sentence.startswith("No other node can be reached: training locally")
+        assert sentence.endswith(" Cannot reach boot; trying again.")
+
+    play_swarm(tmp_path, scenario)
+
+
+def test_a_node_that_holds_nothing_is_fetching(tmp_path: Path) -> None:
+    async def scenario(swarm: Swarm) -> None:
+        swarm.network.shelves.pop(BOOT)
+        swarm.start(A)
+        await swarm.train(60)
+        reporter = report_of(swarm.nodes[A])
+        assert reporter.status().state is view.NodeState.FETCHING
+        assert await still(swarm, reporter) == "Fetching the model: 0 of 3 fragments are here."
+
+    play_swarm(tmp_path, scenario)
+
+
+@pytest.mark.parametrize(
+    ("learner", "sentence"),
+    [
+        (view.LearnerState.WAITING, "Waiting for the learner to start, in a swarm with 1 other"),
+        (view.LearnerState.RESTARTING, "The learner process ended and is started again"),
+    ],
+)
+def test_without_a_learner_it_does_not_claim_to_train(
+    tmp_path: Path, learner: view.LearnerState, sentence: str
+) -> None:
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start(A, B)
+        await swarm.train(60)
+        reporter = report_of(swarm.nodes[A])
+        reporter.learner.state = learner
+        assert (await still(swarm, reporter)).startswith(sentence)
+
+    play_swarm(tmp_path, scenario)
+
+
+def test_settling_is_told_until_it_is_done(tmp_path: Path) -> None:
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start(A, B)
+        await swarm.train(60)
+        reporter = report_of(swarm.nodes[A])
+        await swarm.settle()
+        assert reporter.status().state is view.NodeState.SETTLED
+        assert "everything that was merged has arrived" in await still(swarm, reporter)
+        swarm.nodes[A].node.state.registers[0].asked = B
+        assert reporter.status().state is not view.NodeState.SETTLED
+        assert "still on its way" in reporter.status().sentence
+
+    play_swarm(tmp_path, scenario)
+
+
+def test_a_node_that_leaves_says_so(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with open_node(Network(), tmp_path) as living:
+            reporter = report_of(living)
+            reporter.stopping = True
+            assert reporter.status().state is view.NodeState.STOPPING
+            assert reporter.status().sentence == "Leaving: saving and saying goodbye."
+            await living.shell.leave(1.0)
+            reporter.stopping = False
+            assert reporter.status().state is view.NodeState.STOPPING
+
+    run_virtual(main())
+
+
+def test_a_disk_that_refuses_is_in_the_sentence(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with open_node(Network(), tmp_path) as living:
+            living.holdings.save_json("node", {"no JSON": object()})
+            await living.holdings.on_disk(lambda: None)
+            await asyncio.sleep(0)
+            status = report_of(living).status()
+            assert "the checkpoint cannot be written" in status.sentence
+            assert "not JSON serializable" in str(status.checkpoint.error)
+
+    run_virtual(main())
+
+
+def test_the_parts_of_the_status_agree_with_the_swarm(tmp_path: Path) -> None:
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start(A, B)
+        await swarm.train(60)
+        status = report_of(swarm.nodes[A]).status()
+        assert status.tokens.adds_up and status.tokens.processed % TOKENS_PER_STEP == 0
+        assert status.tokens.merged > 0 and status.merges_total > 10
+        assert [m.peer for m in status.members if m.is_self] == [A]
+        assert {m.peer: m.role for m in status.members}[BOOT] is view.Role.BOOTSTRAP
+        assert all(re.fullmatch("[0-9a-f]{12}", str(f.digest)) for f in status.fragments)
+        assert status.first_merge_s is not None and 5 < status.first_merge_s < 20
+        assert status.rounds[0].seconds_ago <= status.rounds[-1].seconds_ago
+        assert status.events[0].seconds_ago <= status.events[-1].seconds_ago
+        assert status.to_json()["tokens"]["adds_up"]
+
+    play_swarm(tmp_path, scenario)
+
+
+def test_a_learner_adds_up() -> None:
+    report = LearnerReport()
+    report.take(learners.Ready(5, "cpu", 3))
+    assert (report.state, report.step) == (view.LearnerState.WAITING, 3)
+    for step, loss in ((4, 2.0), (5, 1.0)):
+        report.take(
+            learners.StepsDone(step=step, steps=1, tokens=8, step_s=0.99, stall_s=0.01, loss=loss)
+        )
+    assert report.state is view.LearnerState.TRAINING
+    assert report.loss == pytest.approx(1.9)
+    assert report.stall_share == pytest.approx(0.01)
+    report.take(learners.Evaluated(step=5, loss=1.5, seconds=0.1))
+    report.take(learners.Died("killed by SIGKILL", 1.0))
+    assert (report.held_out_loss, report.restarts) == (1.5, 1)
+    assert (report.state, report.last_error) == (
+        view.LearnerState.RESTARTING,
+        "killed by SIGKILL",
+    )
