@@ -5,7 +5,7 @@
 Two processes with real hosts (p2pd, libp2p streams on loopback) and real holdings of the same model
 of 25 million parameters: 200 MB of anchors and momenta, in memory and on disk. For `PHASE_S` each:
 idle; one serves and the other fetches; both serve and fetch. A fetch is what a joiner does with
-every fragment, again and again: chunks from the donor, digest, into the replica, onto the disk.
+every fragment, again and again: chunks from the donor, digest, into a replica, onto the disk.
 Lag is what a timer is late, as the daemon itself measures it (`p2pdiloco_daemon.lag`).
 """
 
@@ -31,13 +31,20 @@ from p2pdiloco_bootstrap.shelf import Contribution, RecordsPage, exchange_applic
 from p2pdiloco_daemon.exchange import Check, Exchange
 from p2pdiloco_daemon.holdings import Holdings
 from p2pdiloco_daemon.lag import LagMonitor
-from p2pdiloco_daemon.replica import Replica, genesis, packed_state_bytes, unpack_state
+from p2pdiloco_daemon.replica import (
+    FragmentState,
+    Replica,
+    genesis,
+    packed_state_bytes,
+    unpack_state,
+)
 from p2pdiloco_daemon.status.view import JsonObject
 from p2pdiloco_daemon.store import Store
 
 RESULTS = Path(__file__).parent / "results" / "loop_lag"
 PARAMETERS = 25_000_000
 FRAGMENTS = 6
+SIZE = PARAMETERS // FRAGMENTS
 PHASE_S = 20.0
 """Four hundred ticks of the lag monitor."""
 PHASES = {
@@ -158,29 +165,35 @@ async def _be_a_peer(directory: Path) -> None:
     async with AsyncExitStack() as stack:
         worker = stack.enter_context(ThreadPoolExecutor(1, "worker"))
         disk = stack.enter_context(ThreadPoolExecutor(1, "disk"))
-        store = stack.enter_context(Store(directory, FRAGMENTS))
-        holdings = Holdings(_replica(), store, worker, disk)
-        for state in filter(None, map(holdings.replica.state, range(FRAGMENTS))):
-            await holdings.on_disk(store.save_snapshot, state, None)
+        stores = [
+            stack.enter_context(Store(directory / name, FRAGMENTS))
+            for name in ("served", "fetched")
+        ]
+        served, fetched = (Holdings(_empty_replica(), store, worker, disk) for store in stores)
+        for state in _states():
+            served.replica.put(state)
+            await served.on_disk(served.store.save_snapshot, state, None)
         options = HostOptions(identity_path=directory / "peer.key", listen=("127.0.0.1", 0))
         host = await stack.enter_async_context(open_host(options))
-        application = exchange_application(_Shelf(holdings), traffic)
+        application = exchange_application(_Shelf(served), traffic)
         await stack.enter_async_context(host.serving(application))
         print(json.dumps({"peer": host.peer_id, "addresses": await host.addresses()}), flush=True)
         other = json.loads(await commands.readline())
         await host.connect(other["peer"], other["addresses"])
         while line := await commands.readline():
             donor = other["peer"] if json.loads(line)["fetch"] else None
-            print(json.dumps(await _phase(host, holdings, traffic, donor)), flush=True)
+            print(json.dumps(await _phase(host, served, fetched, traffic, donor)), flush=True)
 
 
-async def _phase(host: Host, holdings: Holdings, traffic: Traffic, donor: str | None) -> JsonObject:
+async def _phase(
+    host: Host, served: Holdings, fetched: Holdings, traffic: Traffic, donor: str | None
+) -> JsonObject:
     lag, fetched_before, process = LagMonitor(), traffic.down["state"], psutil.Process()
     process.cpu_percent()
     async with asyncio.TaskGroup() as tasks:
         measuring = tasks.create_task(lag.run(), name="lag")
         if donor:
-            fetching = _fetch_all(Exchange(host.session(), traffic), holdings, donor)
+            fetching = _fetch_all(Exchange(host.session(), traffic), served, fetched, donor)
             background = tasks.create_task(fetching, name="fetch")
         await asyncio.sleep(PHASE_S)
         measuring.cancel()
@@ -195,37 +208,41 @@ async def _phase(host: Host, holdings: Holdings, traffic: Traffic, donor: str | 
     }
 
 
-async def _fetch_all(exchange: Exchange, holdings: Holdings, donor: str) -> None:
-    """What `NodeShell` does to take a state from a donor, for one fragment after the other."""
+async def _fetch_all(exchange: Exchange, served: Holdings, fetched: Holdings, donor: str) -> None:
+    """What `NodeShell` does to take a state from a donor, for one fragment after the other. The
+    donor serves what we serve."""
     while True:
-        for state in filter(None, map(holdings.replica.state, range(FRAGMENTS))):
+        for state in filter(None, map(served.replica.state, range(FRAGMENTS))):
             p, size = state.fragment, state.anchor.size
-            fetched = await exchange.fetch(
+            got = await exchange.fetch(
                 [donor],
                 state_path(p, 0, state.digest),
                 packed_state_bytes(size),
                 state.digest,
                 check=_unpacked(p, size),
             )
-            await holdings.load(p, SnapshotInfo(0, state.digest), fetched.data, None)
+            await fetched.load(p, SnapshotInfo(0, state.digest), got.data, None)
 
 
 def _unpacked(fragment: int, size: int) -> Check:
     return lambda data, digest: unpack_state(data, fragment, size, digest)
 
 
-def _replica() -> Replica:
-    """The same values in both processes."""
-    size = PARAMETERS // FRAGMENTS
+def _empty_replica() -> Replica:
     fragments = tuple(
-        Fragment(p, (TensorSlot(f"weights.{p}", (size,), 0, False),)) for p in range(FRAGMENTS)
+        Fragment(p, (TensorSlot(f"weights.{p}", (SIZE,), 0, False),)) for p in range(FRAGMENTS)
     )
-    replica = Replica(
+    return Replica(
         fragments, outer_learning_rate=0.7, outer_momentum=0.5, wire="int8", merge_rule="rda"
     )
-    for p in range(FRAGMENTS):
-        replica.put(genesis(p, np.random.default_rng(p).standard_normal(size, np.float32)))
-    return replica
+
+
+def _states() -> list[FragmentState]:
+    """The same in both processes."""
+    return [
+        genesis(p, np.random.default_rng(p).standard_normal(SIZE, np.float32))
+        for p in range(FRAGMENTS)
+    ]
 
 
 def main() -> None:
