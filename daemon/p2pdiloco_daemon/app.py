@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -42,7 +41,7 @@ from p2pdiloco_daemon.holdings import Holdings
 from p2pdiloco_daemon.lag import LagMonitor
 from p2pdiloco_daemon.learner import Learner, LearnerOptions, running_learner
 from p2pdiloco_daemon.log import configure_logging
-from p2pdiloco_daemon.node import Expected, NodeShell
+from p2pdiloco_daemon.node import SAVED_NODE, Expected, NodeShell, saved
 from p2pdiloco_daemon.place import Place, open_place
 from p2pdiloco_daemon.replica import Replica
 from p2pdiloco_daemon.report import LearnerReport, Reporter
@@ -259,7 +258,7 @@ async def _take_part(
                 (lag.run(), "lag monitor"),
                 (host.watch(), "p2pd"),
                 (_discover(host, place.run_id, shell), "discovery"),
-                (_keep_house(holdings, node, traffic, place.directory), "housekeeping"),
+                (_keep_house(holdings, shell, traffic, place.directory), "housekeeping"),
             )
         ]
         owner = tasks.create_task(shell.run(), name="owner of the core")
@@ -282,7 +281,7 @@ async def _take_part(
         await owner
         for task in background:
             task.cancel()
-        holdings.save_json("node", _saved(node))
+        shell.save()
 
 
 @asynccontextmanager
@@ -338,8 +337,8 @@ def _wake_up(
     spec, signer = signed.spec, _Signer(identity)
     assert spec.genesis
     chains = holdings.resume(signed.run_id, spec.genesis.state_digests, signer)
-    saved = holdings.load_json("node") or {}
-    incarnation = int(saved.get("incarnation", 0)) + 1
+    kept = holdings.load_json(SAVED_NODE) or {}
+    incarnation = int(kept.get("incarnation", 0)) + 1
     config = NodeConfig(
         run_id=signed.run_id,
         me=PeerId(identity.peer_id),
@@ -359,13 +358,9 @@ def _wake_up(
         term_merges=spec.sync.term_merges,
         contributors_max=spec.limits.max_contributors,
     )
-    node = Node(config, signer, random.Random(), now, chains, saved.get("core"))
-    holdings.store.save_json("node", _saved(node))
+    node = Node(config, signer, random.Random(), now, chains, kept.get("core"))
+    holdings.store.save_json(SAVED_NODE, saved(node))
     return node
-
-
-def _saved(node: Node) -> dict[str, Any]:
-    return {"incarnation": node.state.config.incarnation, "core": node.save()}
 
 
 def _learner_options(
@@ -422,16 +417,18 @@ async def _discover(host: Host, run_id: str, shell: NodeShell) -> None:
         pause_s = min(2 * pause_s, longest_s)
 
 
-async def _keep_house(holdings: Holdings, node: Node, traffic: Traffic, directory: Path) -> None:
+async def _keep_house(
+    holdings: Holdings, shell: NodeShell, traffic: Traffic, directory: Path
+) -> None:
     """Saves the ledger, measures disk and uplink, every few seconds."""
-    sent_before = traffic.up.total()
+    state, sent_before = shell.node.state, traffic.up.total()
     while True:
         await asyncio.sleep(HOUSEKEEPING_S)
-        holdings.save_json("node", _saved(node))
+        shell.save()
         await holdings.measure_disk(directory)
         sent = traffic.up.total()
         rate_mb_s = (sent - sent_before) / HOUSEKEEPING_S / 1e6
-        node.state.uplink_mb_s = max(rate_mb_s, 0.98 * node.state.uplink_mb_s)
+        state.uplink_mb_s = max(rate_mb_s, 0.98 * state.uplink_mb_s)
         sent_before = sent
 
 

@@ -352,4 +352,19 @@ def _chain_at(stored: StoredFragment, run_id: str, genesis_digest: str, signer: 
     check_record(record, run_id, signer)
     if record.state_digest != stored.state.digest:
         raise PeerError(f"its snapshot of v{record.version} is not what the record says")
-    return Chain(record.version - 1, record.parent, [record])
+    lineage = [unpack_record(earlier) for earlier in stored.earlier]
+    lineage = [*_connected_to(record, lineage), record]
+    return Chain(lineage[0].version - 1, lineage[0].parent, lineage)
+
+
+def _connected_to(record: Record, earlier: Sequence[Record]) -> list[Record]:
+    """The newest of `earlier` that lead to `record` without a break, oldest first.
+
+    They tell what became of tokens that were merged after the ledger was last saved.
+    """
+    connected = [record]
+    for before in reversed(earlier):
+        if before.digest != connected[0].parent:
+            break
+        connected.insert(0, before)
+    return connected[:-1]

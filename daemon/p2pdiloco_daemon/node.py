@@ -47,6 +47,10 @@ class LearnerCommands(Protocol):
     def snapshot(self, fragment: int, base_version: int) -> int: ...
 
 
+SAVED_NODE = "node"
+"""Name under which the node's own state is kept in its directory."""
+
+
 class NodeShell:
     """Owns the core; made by the composition root, which runs `run` and `carry_out` in one task
     group.
@@ -85,6 +89,8 @@ class NodeShell:
                 pass
             for action in self.node.handle(event, loop.time()):
                 self._carry_out(action)
+            if isinstance(event, events.StateReached) and event.record is None:
+                self.save()  # a lineage was adopted: an older ledger would not fit it
             await asyncio.sleep(0)  # a full inbox must not keep the loop from its transfers
         self._gone.set()
 
@@ -102,6 +108,10 @@ class NodeShell:
         finally:
             for errand in self._errands:
                 errand.cancel()
+
+    def save(self) -> None:
+        """Keeps, in the background, what a later life of this node needs."""
+        self._holdings.save_json(SAVED_NODE, saved(self.node))
 
     def post(self, event: events.Event) -> None:
         self._inbox.put_nowait(event)
@@ -346,6 +356,11 @@ class NodeShell:
 
 class GoneError(P2PDilocoError):
     """Something of our own was replaced before it was wanted."""
+
+
+def saved(node: Node) -> dict[str, Any]:
+    """What is kept of a node, as plain data."""
+    return {"incarnation": node.state.config.incarnation, "core": node.save()}
 
 
 class DivergedError(P2PDilocoError):

@@ -72,6 +72,8 @@ class StoredFragment:
     record: bytes | None
     """Of the merge that made `state`; None at genesis."""
     merges: tuple[StoredMerge, ...]
+    earlier: tuple[bytes, ...] = ()
+    """Records of the kept merges that led to `record`, oldest first, without gap; not `record`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +185,8 @@ class Store:
             state = self._state(fragment, entry) if entry else None
             if entry and state:
                 merges = tuple(self._merges_after(fragment, version))
-                return StoredFragment(state, entry.record or None, merges)
+                earlier = self._records_before(fragment, version)
+                return StoredFragment(state, entry.record or None, merges, earlier)
         return None
 
     def snapshot_info(self, fragment: int) -> SnapshotInfo | None:
@@ -289,6 +292,13 @@ class Store:
         while entry := self._entry(fragment, version + 1, "merge"):
             yield entry
             version += 1
+
+    def _records_before(self, fragment: int, version: int) -> tuple[bytes, ...]:
+        """Of the merges below `version`, down to the first that is missing or damaged."""
+        records: list[bytes] = []
+        while entry := self._entry(fragment, version - len(records) - 1, "merge"):
+            records.append(entry.record)
+        return tuple(reversed(records))
 
     def _merges_after(self, fragment: int, version: int) -> Iterator[StoredMerge]:
         for entry in self._merge_entries(fragment, version):

@@ -113,9 +113,15 @@ class Node:
 
     @property
     def is_settled(self) -> bool:
-        """Settling was asked for, and no newer version is known of or on its way."""
-        return self.state.settling and all(
-            not r.busy and not self.state.better_heads(r) for r in self.state.registers
+        """Settling was asked for, no newer version is known of or on its way, and the learner, if
+        it lives, has received what we hold: so the ledger is final as well.
+        """
+        state = self.state
+        return state.settling and all(
+            not r.busy
+            and not state.better_heads(r)
+            and (r.installed == r.version or not state.learner_alive)
+            for r in state.registers
         )
 
     def save(self) -> dict[str, Any]:
