@@ -103,6 +103,8 @@ def test_a_node_is_killed_and_the_others_agree(tmp_path: Path) -> None:
     assert tokens["processed"] == sum(
         tokens[fate] for fate in ("merged", "pending", "rejected", "lost")
     )
+    # the killed node's last status may be older than its last merge
+    assert tokens["merged"] <= outcome["tokens_in_records"]
     assert outcome["merges"] >= 18
     assert outcome["loss_before"] > 5
     assert outcome["loss_after"] < outcome["loss_before"] - 1

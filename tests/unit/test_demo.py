@@ -69,6 +69,7 @@ def findings(*digests: str) -> Findings:
         sample="And it came to pass",
         checkpoint="/somewhere",
         state_digests={f"node-{i}": [digest] for i, digest in enumerate(digests, 1)},
+        tokens_in_records=20,
     )
 
 
@@ -134,10 +135,17 @@ def test_a_demo_in_which_nobody_lived_is_not_well() -> None:
     assert not all_is_well(result(findings("a"), [outcome("node-1", end="exited with 1")]))
 
 
+def test_a_demo_without_a_merge_is_not_well() -> None:
+    early = dataclasses.replace(STATUS, fragments=(fragment(0, 0),), first_merge_s=None)
+    told = result(findings("a"), [outcome("node-1", early)])
+    assert not all_is_well(told)
+    assert "merges         0; run it longer" in report(told)
+
+
 def test_the_report_names_what_matters() -> None:
     text = "\n".join(report(result(findings("a", "a"), [outcome("node-1"), outcome("node-2")])))
     assert "5.500 -> 1.400 nats per byte" in text
-    assert "anchors and momenta of all 2 living nodes are identical" in text
+    assert "identical to the last bit on all 2 living nodes, momenta too" in text
     assert "40 processed = 20 merged + 10 pending + 6 rejected + 4 lost\n" in text
 
 

@@ -94,7 +94,7 @@ def report(outcome: JsonObject) -> list[str]:
     """The outcome for a person."""
     tokens = outcome["tokens"]
     first_merge_s = outcome["first_merge_s"]
-    first = "" if first_merge_s is None else f", the first after {first_merge_s:.0f} s"
+    first = f", the first after {first_merge_s:.0f} s" if first_merge_s else "; run it longer"
     ledger = (
         f"{tokens['processed']} processed = {tokens['merged']} merged + {tokens['pending']} "
         f"pending + {tokens['rejected']} rejected + {tokens['lost']} lost"
@@ -116,8 +116,8 @@ def report(outcome: JsonObject) -> list[str]:
 def _anchors(outcome: JsonObject) -> str:
     living = sum(node["end"] is None for node in outcome["nodes"])
     if outcome["anchors_identical"]:
-        return f"anchors and momenta of all {living} living nodes are identical to the last bit"
-    return "the nodes' anchors DIFFER; see state_digests of the nodes with --json"
+        return f"identical to the last bit on all {living} living nodes, momenta too"
+    return "DIFFER between the nodes; --json lists their digests"
 
 
 def _make_places(directory: Path | None) -> _Places:

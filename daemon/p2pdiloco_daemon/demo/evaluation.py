@@ -14,9 +14,11 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from p2pdiloco.optim.fragments import fragments_of
+from p2pdiloco.protocol.lineage import unpack_record
 from p2pdiloco.spec import ModelSpec, RunSpec
 from p2pdiloco_daemon.genesis import genesis_path, read_signed_spec
 from p2pdiloco_daemon.replica import Vector, unpack_state
+from p2pdiloco_daemon.store import Store
 
 _PROMPT = "In the beginning "
 _SAMPLE_TOKENS = 300
@@ -47,6 +49,8 @@ class Findings(BaseModel):
     checkpoint: str
     state_digests: dict[str, list[str]]
     """Per node, of anchor and momentum of each fragment, computed anew from their values."""
+    tokens_in_records: int
+    """Merged, by the first node's records: what all contributors' ledgers must sum to."""
 
 
 async def evaluate(request: Request) -> Findings:
@@ -94,7 +98,19 @@ def examine(request: Request) -> Findings:
         sample=_PROMPT + continued,
         checkpoint=str(request.checkpoint),
         state_digests={name: [state.digest for state in found] for name, found in states.items()},
+        tokens_in_records=_tokens_in_records(next(iter(request.nodes.values())), len(fragments)),
     )
+
+
+def _tokens_in_records(directory: Path, num_fragments: int) -> int:
+    total = 0
+    with Store(directory, num_fragments, read_only=True) as store:
+        for fragment in range(num_fragments):
+            stored = store.load(fragment)
+            assert stored, "its state was read before"
+            record = stored.merges[-1].record if stored.merges else stored.record
+            total += unpack_record(record).tokens_total if record else 0
+    return total
 
 
 def _losses(spec: RunSpec, checkpoints: Sequence[Path]) -> list[float]:

@@ -54,7 +54,8 @@ class StopRequests:
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
-        signals = (signal.SIGINT, signal.SIGTERM)
+        # SIGHUP: the terminal was closed; the nodes must not outlive it
+        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         for number in signals:
             loop.add_signal_handler(number, self.add)
         try:

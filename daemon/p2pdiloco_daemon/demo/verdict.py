@@ -40,6 +40,7 @@ def result(findings: Findings, nodes: Sequence[NodeOutcome]) -> JsonObject:
         "stall_share": max(float(node.status["learner"]["stall_share"]) for node in nodes),
         "tokens": tokens,
         "ledger_adds_up": ledger_adds_up(nodes),
+        "tokens_in_records": findings.tokens_in_records,
         "checkpoint": findings.checkpoint,
         "sample": findings.sample,
         "nodes": [
@@ -51,8 +52,12 @@ def result(findings: Findings, nodes: Sequence[NodeOutcome]) -> JsonObject:
 
 def all_is_well(outcome: JsonObject) -> bool:
     """What exit code 0 promises."""
-    somebody_lived = any(node["end"] is None for node in outcome["nodes"])
-    return bool(somebody_lived and outcome["anchors_identical"] and outcome["ledger_adds_up"])
+    return bool(
+        outcome["merges"] > 0
+        and outcome["anchors_identical"]
+        and outcome["ledger_adds_up"]
+        and any(node["end"] is None for node in outcome["nodes"])
+    )
 
 
 def anchors_identical(state_digests: Mapping[str, Sequence[str]]) -> bool:
