@@ -120,7 +120,7 @@ def test_a_restart_stands_where_the_last_life_ended(tmp_path: Path) -> None:
 def test_a_restart_knows_the_records_back_to_the_oldest_kept_snapshot(tmp_path: Path) -> None:
     write_history(tmp_path)  # snapshots at 0, 4 and 8, of which two are kept
     chain = chain_on_disk(tmp_path)
-    assert chain and chain.records == HISTORY.records[4:9]
+    assert chain and tuple(chain.records) == HISTORY.records[4:9]
 
 
 def test_an_empty_directory_holds_nothing(tmp_path: Path) -> None:
