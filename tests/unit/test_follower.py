@@ -429,6 +429,8 @@ def test_a_node_has_settled_when_nobody_has_anything_newer() -> None:
     answer(script, B, [NEXT])
     assert not script.node.is_settled
     script.do(reached(NEXT))
+    assert not script.node.is_settled, "the learner has still to receive it"
+    script.do(events.FragmentInstalled(0, 1, 0))
     assert script.node.is_settled
 
 
