@@ -206,7 +206,7 @@ function memberRow(member) {
 function memberStanding(member) {
   if (!member.alive) return ["", "silent"];
   if (member.role === "bootstrap") return ["", "helping"];
-  if (!member.ready) return ["warn", "joining"];
+  if (!member.ready) return ["warn", "not ready"];
   if (member.versions_behind === null) return ["", "unknown"];
   if (member.versions_behind > 0) return ["warn", `${count(member.versions_behind)} behind`];
   return ["good", "in sync"];
