@@ -15,6 +15,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, supp
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 
 import psutil
@@ -60,6 +61,8 @@ DISCOVERY_S = (1.0, 60.0)
 """First and longest pause between looks into the DHT; it doubles."""
 GOODBYE_S = 2.0
 LEARNER_ROLE = "learner"
+PEERS_REMEMBERED = 16
+"""Members whose addresses are kept: a restart finds the swarm when no first peer is left."""
 
 logger = logging.getLogger(__name__)
 
@@ -165,8 +168,12 @@ def stop_signals() -> Iterator[asyncio.Event]:
 
 
 def _host_options(options: NodeOptions, place: Place) -> HostOptions:
+    """Any free port becomes the one of the last life, where the others still look for this node."""
+    host, port = options.listen
+    if port == 0:
+        port = place.listen_port(host)
     return HostOptions(
-        identity_path=place.identity_path, listen=options.listen, bootstraps=place.bootstraps
+        identity_path=place.identity_path, listen=(host, port), bootstraps=place.bootstraps
     )
 
 
@@ -257,7 +264,7 @@ async def _take_part(
             for work, name in (
                 (lag.run(), "lag monitor"),
                 (host.watch(), "p2pd"),
-                (_discover(host, place.run_id, shell), "discovery"),
+                (_discover(host, place.run_id, shell, holdings), "discovery"),
                 (_keep_house(holdings, shell, traffic, place.directory), "housekeeping"),
             )
         ]
@@ -397,16 +404,29 @@ async def _settle(
     shell.post(events.SettleAsked())
 
 
-async def _discover(host: Host, run_id: str, shell: NodeShell) -> None:
+async def _discover(host: Host, run_id: str, shell: NodeShell, holdings: Holdings) -> None:
     """Announces this node and finds the others, for ever, with growing pauses."""
     discovery = Discovery(host, run_id)
+    remembered = await holdings.on_disk(holdings.load_peers)
+    for peer, addresses in remembered.items():
+        host.remember(peer, addresses)
+    if remembered:
+        shell.post(events.PeersFound(tuple(remembered)))
     pause_s, longest_s = DISCOVERY_S
     while True:
         members: tuple[PeerId, ...] = ()
         try:
             await discovery.announce((LEARNER_ROLE,))
-            found = await discovery.members()
-            members = tuple(PeerId(m.peer) for m in found if LEARNER_ROLE in m.roles)
+            found = {
+                PeerId(m.peer): m.addresses
+                for m in await discovery.members()
+                if LEARNER_ROLE in m.roles and m.peer != host.peer_id
+            }
+            members = tuple(found)
+            known = dict(islice((found | remembered | found).items(), PEERS_REMEMBERED))
+            if known != remembered:
+                remembered = known
+                holdings.save_peers(known)
             offset = await discovery.clock_offset()
             if offset and (problem := offset.problem()):
                 logger.warning("%s", problem)

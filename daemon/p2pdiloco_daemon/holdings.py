@@ -285,6 +285,17 @@ class Holdings:
         """Blocks."""
         return self.store.load_json(name)
 
+    def save_peers(self, addresses: Mapping[PeerId, Sequence[str]]) -> None:
+        self.save_json("peers", {peer: list(each) for peer, each in addresses.items()})
+
+    def load_peers(self) -> dict[PeerId, tuple[str, ...]]:
+        """The addresses of other nodes that an earlier life knew. Blocks."""
+        match self.store.load_json("peers"):
+            case dict(kept):
+                lists = {p: each for p, each in kept.items() if isinstance(each, list)}
+                return {PeerId(p): tuple(map(str, each)) for p, each in lists.items()}
+        return {}
+
     def _restart_log(self, state: FragmentState, record: bytes | None) -> None:
         self.store.rewind(state.fragment, -1)
         self.store.save_snapshot(state, record)

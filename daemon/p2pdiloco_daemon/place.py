@@ -3,12 +3,15 @@ bootstraps.
 
     DIR/identity.key    the node's key
     DIR/join.json       run id, owner and bootstrap addresses of the newest invite
+    DIR/listen.json     the port for other nodes, which have its address from the last life
     DIR/run.spec        the signed spec, once it was fetched
 """
 
 import json
+import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +22,7 @@ from p2pdiloco_bootstrap.invite import parse_invite
 
 SPEC_FILE = "run.spec"
 JOIN_FILE = "join.json"
+LISTEN_FILE = "listen.json"
 IDENTITY_FILE = "identity.key"
 
 
@@ -54,6 +58,36 @@ class Place:
 
     def keep_spec(self, signed: SignedSpec) -> None:
         _write(self.directory / SPEC_FILE, signed.pack())
+
+    def listen_port(self, host: str) -> int:
+        """The port of the last life, if `host` has it free, else another free one, which is kept.
+
+        0 if there is none: whoever listens will say why.
+        """
+        last = self._last_port()
+        port = _free_port(host, last) or _free_port(host, 0) or 0
+        if port != last:
+            _write(self.directory / LISTEN_FILE, json.dumps(port).encode())
+        return port
+
+    def _last_port(self) -> int:
+        with suppress(OSError, ValueError):
+            match json.loads((self.directory / LISTEN_FILE).read_bytes()):
+                case int(port) if 0 < port < 1 << 16:
+                    return port
+        return 0
+
+
+def _free_port(host: str, port: int) -> int | None:
+    """`port`, or any free one for 0; None if it cannot be listened on."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return None
+        bound: int = probe.getsockname()[1]
+        return bound
 
 
 def open_place(directory: Path, invite: str | None, now: Callable[[], float] = time.time) -> Place:

@@ -258,3 +258,30 @@ def test_a_bug_while_saving_is_told(tmp_path: Path, caplog: pytest.LogCaptureFix
 
     play(tmp_path, scenario)
     assert "Traceback" in caplog.text
+
+
+# -------------------------------------------------------------------- other nodes
+
+
+def test_addresses_of_others_outlive_the_node(tmp_path: Path) -> None:
+    addresses = {A: ("/ip4/192.0.2.1/tcp/1", "/ip4/192.0.2.1/tcp/2"), B: ()}
+
+    async def learn(holdings: Holdings) -> None:
+        assert holdings.load_peers() == {}
+        holdings.save_peers(addresses)
+
+    async def remember(holdings: Holdings) -> None:
+        assert holdings.load_peers() == addresses
+
+    play(tmp_path, learn)
+    play(tmp_path, remember)
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"anna": 3}', "\x00"])
+def test_damaged_addresses_are_none(tmp_path: Path, content: str) -> None:
+    (tmp_path / "peers.json").write_text(content)
+
+    async def remember(holdings: Holdings) -> None:
+        assert holdings.load_peers() == {}
+
+    play(tmp_path, remember)

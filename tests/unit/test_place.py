@@ -1,5 +1,6 @@
 """What a node's directory remembers, and what a wrong one says."""
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -109,3 +110,33 @@ def test_a_damaged_spec_says_how_to_get_a_new_one(tmp_path: Path) -> None:
     (tmp_path / "run.spec").write_bytes(RUN.pack()[:-5])
     with pytest.raises(UserError, match=r"run\.spec.*remove it, and it is fetched again"):
         place.spec()
+
+
+HOST = "127.0.0.1"
+
+
+def test_a_node_listens_where_it_did_before(tmp_path: Path) -> None:
+    place = join(tmp_path, invite())
+    port = place.listen_port(HOST)
+    assert port and place.listen_port(HOST) == port
+
+
+def test_a_port_that_somebody_else_has_is_left_to_them(tmp_path: Path) -> None:
+    place = join(tmp_path, invite())
+    port = place.listen_port(HOST)
+    with socket.create_server((HOST, port)):
+        other = place.listen_port(HOST)
+        assert other not in (0, port)
+    assert place.listen_port(HOST) == other
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff", b"{}", b"70000", b"-1", b'"8700"'])
+def test_a_damaged_port_is_replaced(tmp_path: Path, content: bytes) -> None:
+    place = join(tmp_path, invite())
+    (tmp_path / "listen.json").write_bytes(content)
+    port = place.listen_port(HOST)
+    assert 0 < port < 70000 and place.listen_port(HOST) == port
+
+
+def test_an_address_of_another_machine_has_no_port(tmp_path: Path) -> None:
+    assert join(tmp_path, invite()).listen_port("192.0.2.1") == 0
