@@ -165,6 +165,7 @@ def _draw(store: Store, path: Path) -> None:
 
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import FixedLocator, NullFormatter, ScalarFormatter
 
     matplotlib.rcParams["svg.hashsalt"] = "quality"
     figure, axes = plt.subplots(figsize=(7, 4))
@@ -179,6 +180,10 @@ def _draw(store: Store, path: Path) -> None:
             steps, losses = zip(*run.curve, strict=True)
             axes.plot(steps, losses, color=colour, lw=1.2, label=None if number else label)
     axes.set(xlabel="local steps", ylabel="held-out nats per byte", yscale="log", xscale="log")
+    for axis, ticks in ((axes.xaxis, (100, 300, 1000, 4000)), (axes.yaxis, (1.2, 1.5, 2.0, 2.4))):
+        axis.set_major_locator(FixedLocator(ticks))
+        axis.set_major_formatter(ScalarFormatter())
+        axis.set_minor_formatter(NullFormatter())
     axes.grid(alpha=0.3, which="both")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
