@@ -1,0 +1,208 @@
+"""Real daemons on loopback, started as a person starts them, and ended by their process ids."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+
+from p2pdiloco_bootstrap.identity import Identity
+from p2pdiloco_bootstrap.invite import PREFIX
+from p2pdiloco_daemon.status.app import ACTION_HEADER
+from p2pdiloco_daemon.status.view import JsonObject
+
+T = TypeVar("T")
+
+PATIENCE_S = 90.0
+"""On a machine that runs other things too, where importing torch alone may take 20 s."""
+
+NUM_FRAGMENTS = 3
+SPEC = f"""
+name = "small"
+[model.config]
+model_type = "llama"
+vocab_size = 256
+hidden_size = 32
+intermediate_size = 64
+num_hidden_layers = 2
+num_attention_heads = 2
+tie_word_embeddings = true
+[data]
+sequence_length = 32
+[inner]
+batch_size = 2
+[sync]
+inner_steps = 8
+num_fragments = {NUM_FRAGMENTS}
+term_merges = 2
+"""
+
+
+def wait_until(what: str, condition: Callable[[], T | None], timeout_s: float = PATIENCE_S) -> T:
+    """The first value of `condition` that is true; it is asked five times a second."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        if value := condition():
+            return value
+        assert time.monotonic() < deadline, f"not within {timeout_s:.0f} s: {what}"
+        time.sleep(0.2)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Daemon:
+    """A `p2pdiloco` process and what it started; its output is in `log`."""
+
+    def __init__(self, directory: Path, arguments: Sequence[str]) -> None:
+        self.directory = directory
+        self.log = directory.with_suffix(".log")
+        home = directory.parent / "home"
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "p2pdiloco_daemon.cli.main", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env={**os.environ, "HOME": str(home), "PYTHONUNBUFFERED": "1"},
+            )
+        self._children: list[psutil.Process] = []
+
+    def children(self) -> list[psutil.Process]:
+        """All that it ever started and that was seen here."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            living = psutil.Process(self.process.pid).children(recursive=True)
+            self._children += [child for child in living if child not in self._children]
+        return self._children
+
+    def kill(self) -> None:
+        """`kill -9`, of the daemon alone."""
+        self.children()
+        self.process.kill()
+        self.process.wait()
+
+    def leave(self) -> float:
+        """SIGTERM; returns the seconds it took to leave."""
+        self.children()
+        started = time.monotonic()
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(PATIENCE_S)
+        return time.monotonic() - started
+
+    def orphans(self) -> list[psutil.Process]:
+        """What it started and that lives on."""
+        return [child for child in self.children() if is_running(child)]
+
+    def left_nothing(self) -> bool:
+        return not self.orphans()
+
+    def end(self) -> None:
+        """Whatever is left of it."""
+        self.kill()
+        for child in self.orphans():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+
+
+def is_running(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+class BootstrapProcess(Daemon):
+    """The first peer of a new run; `invite` is good as long as it lives."""
+
+    def __init__(self, root: Path) -> None:
+        spec = root / "run.toml"
+        spec.write_text(SPEC)
+        Identity.load_or_create(root / "run.key")
+        directory = root / "boot"
+        where = ["--dir", str(directory), "--listen", "127.0.0.1", "--port", "0"]
+        super().__init__(directory, ["bootstrap", str(spec), *where])
+        self.invite = wait_until("the invite", self._read_invite)
+
+    def _read_invite(self) -> str | None:
+        assert self.process.poll() is None, self.log.read_text()
+        lines = self.log.read_text().splitlines()
+        return next((line for line in lines if line.startswith(PREFIX)), None)
+
+
+class NodeProcess(Daemon):
+    """One `p2pdiloco join`; without `invite` it goes on with the run of its directory."""
+
+    def __init__(self, directory: Path, invite: str | None = None, port: int | None = None) -> None:
+        self.port = port or free_port()
+        where = ["--dir", str(directory), "--port", str(self.port), "--listen", "127.0.0.1:0"]
+        super().__init__(directory, ["join", *([invite] if invite else []), *where])
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
+    def status(self) -> JsonObject | None:
+        """None while it starts, is busy or dead."""
+        try:
+            with urllib.request.urlopen(self._url("status"), timeout=2) as response:
+                status: JsonObject = json.load(response)
+                return status
+        except (OSError, ValueError):
+            return None
+
+    def get(self) -> JsonObject:
+        """Its status, soon."""
+        return wait_until(f"a status of {self.directory.name}", self.status)
+
+    def settle(self) -> None:
+        request = urllib.request.Request(
+            self._url("settle"), method="POST", headers={ACTION_HEADER: "1"}
+        )
+        urllib.request.urlopen(request, timeout=10).close()
+
+    def versions(self) -> list[int]:
+        """Of the fragments that it holds; none while it starts."""
+        status = self.status()
+        return [f["version"] for f in status["fragments"]] if status else []
+
+    def trains(self) -> bool:
+        status = self.status()
+        return bool(status and status["state"] == "training" and status["learner"]["step_s"])
+
+    def sees(self, count: int) -> bool:
+        """Whether it trains among so many nodes that can contribute, itself included."""
+        status = self.status()
+        members = status["members"] if status else []
+        return self.trains() and sum(m["ready"] and m["alive"] for m in members) == count
+
+    def learner(self) -> psutil.Process | None:
+        return next((c for c in self.children() if is_running(c) and _is_learner(c)), None)
+
+    def sockets(self) -> list[Path]:
+        return [path for path in self.directory.iterdir() if path.is_socket()]
+
+    def words(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def _url(self, name: str) -> str:
+        return f"http://127.0.0.1:{self.port}/api/{name}"
+
+
+def _is_learner(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return "p2pdiloco_daemon.learner_process" in process.cmdline()
+    return False
