@@ -68,7 +68,7 @@ async def _serve(
 ) -> None:
     # imported late: hivemind takes seconds, and a mistake in the spec should be told at once
     from p2pdiloco_bootstrap.app import BootstrapOptions, running_bootstrap
-    from p2pdiloco_daemon.app import stop_signals
+    from p2pdiloco_daemon.signals import stop_signals
 
     options = BootstrapOptions(
         directory=directory,

@@ -1,0 +1,100 @@
+"""What a node does beside its events, for ever: finding the others, saving, measuring."""
+
+import asyncio
+import logging
+from itertools import islice
+from pathlib import Path
+
+from p2pdiloco.protocol import events
+from p2pdiloco.protocol.naming import PeerId
+from p2pdiloco_bootstrap.discovery import Discovery
+from p2pdiloco_bootstrap.host import Host
+from p2pdiloco_bootstrap.serving import Traffic
+from p2pdiloco_daemon.holdings import Holdings
+from p2pdiloco_daemon.learner import Learner
+from p2pdiloco_daemon.node import Expected, NodeShell
+from p2pdiloco_daemon.report import LearnerReport
+
+HOUSEKEEPING_S = 2.0
+DISCOVERY_S = (1.0, 60.0)
+"""First and longest pause between looks into the DHT; it doubles."""
+LEARNER_ROLE = "learner"
+PEERS_REMEMBERED = 16
+"""Members whose addresses are kept: a restart finds the swarm when no first peer is left."""
+
+logger = logging.getLogger(__name__)
+
+
+class SettleRequest:
+    """The page's request to settle, passed on to the node once there is one."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+
+    async def __call__(self) -> None:
+        self.asked.set()
+
+
+async def settle_when_asked(
+    request: SettleRequest, learner: Learner, shell: NodeShell, report: LearnerReport
+) -> None:
+    await request.asked.wait()
+    learner.pause()
+    report.paused = True
+    shell.post(events.SettleAsked())
+
+
+async def discover(host: Host, run_id: str, shell: NodeShell, holdings: Holdings) -> None:
+    """Announces this node and finds the others, for ever, with growing pauses."""
+    discovery = Discovery(host, run_id)
+    remembered = await holdings.on_disk(holdings.load_peers)
+    for peer, addresses in remembered.items():
+        host.remember(peer, addresses)
+    if remembered:
+        shell.post(events.PeersFound(tuple(remembered)))
+    pause_s, longest_s = DISCOVERY_S
+    while True:
+        members: tuple[PeerId, ...] = ()
+        try:
+            await discovery.announce((LEARNER_ROLE,))
+            found = {
+                PeerId(m.peer): m.addresses
+                for m in await discovery.members()
+                if LEARNER_ROLE in m.roles and m.peer != host.peer_id
+            }
+            members = tuple(found)
+            known = dict(islice((found | remembered | found).items(), PEERS_REMEMBERED))
+            if known != remembered:
+                remembered = known
+                holdings.save_peers(known)
+            offset = await discovery.clock_offset()
+            if offset and (problem := offset.problem()):
+                logger.warning("%s", problem)
+        except Expected as error:
+            logger.warning("discovery: %s", error or "no answer from the DHT")
+        shell.post(events.PeersFound(members))
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, longest_s)
+
+
+async def keep_house(
+    holdings: Holdings, shell: NodeShell, traffic: Traffic, directory: Path
+) -> None:
+    """Saves the ledger, measures disk and uplink, every few seconds."""
+    state, sent_before = shell.node.state, traffic.up.total()
+    while True:
+        await asyncio.sleep(HOUSEKEEPING_S)
+        shell.save()
+        await holdings.measure_disk(directory)
+        sent = traffic.up.total()
+        rate_mb_s = (sent - sent_before) / HOUSEKEEPING_S / 1e6
+        state.uplink_mb_s = max(rate_mb_s, 0.98 * state.uplink_mb_s)
+        sent_before = sent
+
+
+def network_sentence(host: Host) -> str | None:
+    """Why no bootstrap peer is connected; None when one is, or others are."""
+    bootstraps = host.bootstraps()
+    if not bootstraps or any(status.connected for status in bootstraps):
+        return None
+    return "; ".join(status.sentence() for status in bootstraps)

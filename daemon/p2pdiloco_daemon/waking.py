@@ -1,0 +1,121 @@
+"""From a verified spec and a directory to a core that stands where its last life ended."""
+
+import logging
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import psutil
+
+from p2pdiloco.errors import UserError
+from p2pdiloco.optim.fragments import Fragment
+from p2pdiloco.protocol.lineage import Chain, Signer
+from p2pdiloco.protocol.naming import PeerId
+from p2pdiloco.protocol.node import Node
+from p2pdiloco.protocol.pacing import SyncTimes
+from p2pdiloco.protocol.state import NodeConfig
+from p2pdiloco.spec import RunSpec, SignedSpec
+from p2pdiloco_bootstrap import identity as identities
+from p2pdiloco_bootstrap.addresses import split_peer
+from p2pdiloco_bootstrap.identity import Identity
+from p2pdiloco_daemon.holdings import Holdings
+from p2pdiloco_daemon.node import SAVED_NODE, saved
+from p2pdiloco_daemon.place import Place
+from p2pdiloco_daemon.replica import Replica
+
+REPLICA_BYTES_PER_PARAMETER = 8
+"""Anchor and momentum in float32, in the daemon."""
+LEARNER_BYTES_PER_PARAMETER = 24
+"""Weights, gradients, Adam's moments in float32, and both areas of the shared memory."""
+
+logger = logging.getLogger(__name__)
+
+
+def require_memory(fragments: tuple[Fragment, ...]) -> None:
+    """UserError if the model does not fit beside what else runs; says what it takes."""
+    num = sum(fragment.size for fragment in fragments)
+    needed = num * (REPLICA_BYTES_PER_PARAMETER + LEARNER_BYTES_PER_PARAMETER)
+    available = psutil.virtual_memory().available
+    logger.info(
+        "%.2f million parameters: about %.0f MB of memory, beside activations",
+        num / 1e6,
+        needed / 1e6,
+    )
+    if needed > available:
+        raise UserError(
+            f"this run's model needs about {needed / 1e9:.1f} GB of memory, "
+            f"{available / 1e9:.1f} GB are free; close other programs or join from a larger machine"
+        )
+
+
+def replica_of(spec: RunSpec, fragments: tuple[Fragment, ...]) -> Replica:
+    return Replica(
+        fragments,
+        outer_learning_rate=spec.outer.learning_rate,
+        outer_momentum=spec.outer.momentum,
+        wire=spec.sync.wire,
+        merge_rule=spec.sync.merge,
+    )
+
+
+class _Signer:
+    """The core's view of the node's key and of the keys in peer ids."""
+
+    def __init__(self, identity: Identity) -> None:
+        self._identity = identity
+
+    def sign(self, data: bytes) -> bytes:
+        return self._identity.sign(data)
+
+    def verify(self, peer: PeerId, data: bytes, signature: bytes) -> bool:
+        return identities.verify(peer, data, signature)
+
+
+def wake_up(
+    holdings: Holdings, signed: SignedSpec, identity: Identity, place: Place, now: float
+) -> Node:
+    """The core with what an earlier life left on disk. Blocks."""
+    spec, signer = signed.spec, _Signer(identity)
+    assert spec.genesis
+    chains = holdings.resume(signed.run_id, spec.genesis.state_digests, signer)
+    kept = holdings.load_json(SAVED_NODE)
+    kept = kept if isinstance(kept, dict) else {}
+    before = kept.get("incarnation")
+    incarnation = (before if isinstance(before, int) else 0) + 1
+    config = NodeConfig(
+        run_id=signed.run_id,
+        me=PeerId(identity.peer_id),
+        name=identity.peer_id[-8:],
+        incarnation=incarnation,
+        genesis_digests=spec.genesis.state_digests,
+        genesis_donors=tuple(
+            dict.fromkeys(PeerId(split_peer(address)[1]) for address in place.bootstraps)
+        ),
+        times=SyncTimes(
+            inner_steps=spec.sync.inner_steps,
+            num_fragments=spec.sync.num_fragments,
+            overlap_steps=spec.sync.overlap_steps,
+            quorum=spec.sync.quorum,
+            grace_factor=spec.sync.grace_factor,
+        ),
+        term_merges=spec.sync.term_merges,
+        contributors_max=spec.limits.max_contributors,
+    )
+    node = _revive(config, signer, now, chains, kept.get("core"))
+    holdings.store.save_json(SAVED_NODE, saved(node))
+    return node
+
+
+def _revive(
+    config: NodeConfig,
+    signer: Signer,
+    now: float,
+    chains: Sequence[Chain | None],
+    core: Mapping[str, Any] | None,
+) -> Node:
+    """With the ledger that was kept, or with a new one where that cannot be read."""
+    try:
+        return Node(config, signer, random.Random(), now, chains, core)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        logger.warning("the kept ledger is damaged (%r); a new one begins", error)
+        return Node(config, signer, random.Random(), now, chains)
