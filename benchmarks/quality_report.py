@@ -51,6 +51,12 @@ def _sections(store: Store) -> Iterator[str]:
         " far the swarm gets from one learner alone (0 %) to data parallel with the same tokens"
         " (100 %) at equal local steps. Command: `python -m benchmarks.quality`."
     )
+    yield (
+        "To be read with care: the baselines use the swarm's inner learning rate, none of their own"
+        " was tried. Everything but the first table is one seed; one run repeated with other"
+        " rounding (`--compile`, used for some of the runs) came out 0.016 apart, so smaller"
+        " differences, as between the wire formats, are noise."
+    )
     yield "## Against one learner and data parallel\n\n" + _final(store)
     yield f"## Outer settings, {SWEEP_STEPS} steps, seed 0\n\n" + _sweep(store)
     yield "## Merge rule\n\n" + _variants(store, "merge", list(MERGES), merge_rules)
