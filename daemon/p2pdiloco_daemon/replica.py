@@ -104,12 +104,16 @@ class Replica:
         """The learner's contribution: anchor - local, encoded.
 
         `local` float32[size] started from `base_version`. StaleBaseError if another version is
-        held; PayloadError if the learner's values are not finite.
+        held; PayloadError if the learner's values are not finite, or all the anchor's: others would
+        refuse that.
         """
         anchor = self._held(fragment, base_version).anchor
         assert local.shape == anchor.shape and local.dtype == np.float32
         with np.errstate(over="ignore"):  # encode refuses what overflows
-            return encode(anchor - local, self._wire)
+            delta = anchor - local
+        if not delta.any():
+            raise PayloadError(f"nothing of fragment {fragment} has changed since v{base_version}")
+        return encode(delta, self._wire)
 
     def decode_contribution(self, fragment: int, payload: Buffer) -> Vector:
         """A peer's outer gradient, float32[size], not zero and not longer than plausible.

@@ -2,6 +2,7 @@
 
 import logging
 import random
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -81,7 +82,8 @@ def wake_up(
     kept = holdings.load_json(SAVED_NODE)
     kept = kept if isinstance(kept, dict) else {}
     before = kept.get("incarnation")
-    incarnation = (before if isinstance(before, int) else 0) + 1
+    # the clock helps where the file was lost: peers ignore a life that seems older than the last
+    incarnation = max(before + 1 if isinstance(before, int) else 1, int(time.time()))
     config = NodeConfig(
         run_id=signed.run_id,
         me=PeerId(identity.peer_id),

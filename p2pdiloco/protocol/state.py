@@ -205,14 +205,16 @@ class NodeState:
         return register.steps if register.installed == register.version else 0
 
     def all_steps(self, register: Register) -> Sequence[int]:
-        """Steps since receipt of the newest version, of every learner that steps: this one
-        first.
+        """Steps since receipt of our version, of every learner that steps: this one first.
+
+        Members that stand elsewhere have done none, but for those of no use to ask: one that
+        announces what it never hands out must not keep the others from merging.
         """
         p, version = register.index, register.version
         others = (
             h.local_steps[p] if h.heads[p].version == version else 0
-            for _, h in self.membership.ready(self.now)
-            if h.step_s > 0
+            for m, h in self.membership.ready(self.now)
+            if h.step_s > 0 and (h.heads[p].version == version or self.may_ask(m.peer))
         )
         mine = [self.local_steps(register)] if self.step_s > 0 else []
         return [*mine, *others]

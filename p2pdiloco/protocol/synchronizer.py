@@ -56,7 +56,7 @@ class Synchronizer:
         due = pacing.is_due(
             node.config.times, register.index, chain.version, node.all_steps(register)
         )
-        if not due or register.busy:
+        if not due:
             register.due_since = None
             return
         if register.due_since is None:
@@ -87,7 +87,7 @@ class Synchronizer:
         if node.now < self.last_launch + floor_s:
             self.explanation = f"launches are at least {floor_s:.2f} s apart"
             return
-        due = [r for r in owned if not r.round and not r.busy and self._is_due(r)]
+        due = [r for r in owned if not r.round and not r.pursuit and self._is_due(r)]
         if not due:
             self.explanation = "no fragment is due yet"
             return

@@ -109,6 +109,14 @@ def test_a_contribution_of_another_shape_is_refused() -> None:
         new_replica().decode_contribution(0, encode(weights()[:999], "int8"))
 
 
+def test_a_learner_that_has_not_moved_contributes_nothing() -> None:
+    replica = new_replica()
+    state = replica.state(0)
+    assert state
+    with pytest.raises(PayloadError, match="nothing of fragment 0 has changed since v0"):
+        replica.encode_outer_gradient(0, 0, state.anchor)
+
+
 def test_a_zero_contribution_is_refused() -> None:
     with pytest.raises(PayloadError, match="zero"):
         new_replica().decode_contribution(0, encode(np.zeros(SIZE, np.float32), "int8"))

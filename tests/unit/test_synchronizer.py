@@ -11,7 +11,9 @@ from protocol_builders import (
     FakeSigner,
     Script,
     digest,
+    head_of,
     make_heartbeat,
+    make_records,
     ready,
     training,
 )
@@ -412,3 +414,14 @@ def test_a_round_invites_no_more_than_the_run_allows() -> None:
     script.beat(B, C, D, local_steps=(H, H))
     step(script, H // 2)
     assert len(round_of(script).invited) == 2
+
+
+def test_a_member_that_never_catches_up_does_not_stop_the_merges() -> None:
+    script = mine(B)
+    script.now = 1.0
+    boast = head_of(make_records(5)[-1])
+    script.beat(B, local_steps=(0, 0), heads=(boast, head_of(None, 1)))
+    step(script, H // 2)
+    assert script.node.state.registers[0].asked == B, "its records are asked for"
+    script.do(events.RecordsFailed(B, 0, "silent"))
+    assert round_of(script).invited == (A,)

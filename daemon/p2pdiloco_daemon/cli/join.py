@@ -30,7 +30,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--dir",
         type=Path,
         help="directory of the node: its key, checkpoints and log (default: one per run under "
-        "the person's data directory)",
+        "the person's data directory, which a later `join` without INVITE finds again)",
     )
     parser.add_argument(
         "--port",
@@ -61,7 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
     require_free("127.0.0.1", arguments.port, "--port")
     host, port = arguments.listen
     require_free(host, port, "--listen")
-    remember_last_node(directory)
+    if arguments.dir is None:
+        remember_last_node(directory)
 
     # imported late: hivemind and torch take seconds, and a wrong invite should be told at once
     from p2pdiloco_daemon.app import NodeOptions, run_node
