@@ -3,6 +3,7 @@
 P2PDilocoError
 ├── UserError      what the person typed or wrote is wrong; shown as one sentence, exit code 2
 ├── StoreError     the disk or a checkpoint on it
+├── NetworkError   the node's own network process is gone
 └── PeerError      what a peer sent is wrong: refuse it, count it, go on
     └── PayloadError   tensor bytes that do not decode to what was announced
 
@@ -20,6 +21,10 @@ class UserError(P2PDilocoError):
 
 class StoreError(P2PDilocoError):
     """The node's directory cannot be read or written as needed."""
+
+
+class NetworkError(P2PDilocoError):
+    """The process that carries this node's connections has ended; nobody can be reached."""
 
 
 class PeerError(P2PDilocoError):

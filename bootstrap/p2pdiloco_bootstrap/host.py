@@ -19,7 +19,7 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextma
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import aiohttp
 from aiohttp import web
@@ -202,7 +202,7 @@ class Host:
                     await _translated(self._p2p.remove_binary_stream_handler(HTTP_PROTOCOL))
             await runner.cleanup()
 
-    async def watch(self) -> None:
+    async def watch(self) -> NoReturn:
         """Never returns; raises `DaemonEnded` when p2pd ends by itself."""
         raise await self._daemon.wait_ended()
 

@@ -15,7 +15,7 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-from p2pdiloco.errors import P2PDilocoError
+from p2pdiloco.errors import NetworkError, P2PDilocoError
 from p2pdiloco.optim.fragments import Fragment, fragments_of
 from p2pdiloco.protocol.wire import PROTOCOL_VERSION
 from p2pdiloco.spec import RunSpec, SignedSpec
@@ -32,6 +32,7 @@ from p2pdiloco_daemon.chores import (
     keep_house,
     network_sentence,
     settle_when_asked,
+    watch_network,
 )
 from p2pdiloco_daemon.exchange import Exchange, ExchangeError
 from p2pdiloco_daemon.holdings import Holdings
@@ -232,21 +233,23 @@ async def _take_part(ground: Ground, signed: SignedSpec) -> None:
             tasks.create_task(work, name=name)
             for name, work in {
                 "lag monitor": lag.run(),
-                "p2pd": host.watch(),
                 "discovery": discover(host, place.run_id, shell, holdings),
                 "housekeeping": keep_house(holdings, shell, ground.traffic, place.directory),
                 "settling": settle_when_asked(ground.settle, learner, shell, report),
             }.items()
         ]
+        network = tasks.create_task(watch_network(host, ground.stop), name="p2pd")
         await ground.stop.wait()
         board.reporter.stopping = True
         logger.info("leaving")
         await learner.stop()
         await shell.leave(GOODBYE_S)
         await owner
-        for chore in chores:
+        for chore in (*chores, network):
             chore.cancel()
         shell.save()
+    if not network.cancelled():
+        raise NetworkError(f"{network.result()} with `p2pdiloco join`; it has saved and left")
 
 
 @asynccontextmanager

@@ -9,6 +9,7 @@ from p2pdiloco.protocol import events
 from p2pdiloco.protocol.naming import PeerId
 from p2pdiloco_bootstrap.discovery import Discovery
 from p2pdiloco_bootstrap.host import Host
+from p2pdiloco_bootstrap.p2pd import DaemonEnded
 from p2pdiloco_bootstrap.serving import Traffic
 from p2pdiloco_daemon.holdings import Holdings
 from p2pdiloco_daemon.learner import Learner
@@ -42,6 +43,15 @@ async def settle_when_asked(
     learner.pause()
     report.paused = True
     shell.post(events.SettleAsked())
+
+
+async def watch_network(host: Host, stop: asyncio.Event) -> str:
+    """Waits for p2pd to end, which it should not; then stops the node, and returns why."""
+    try:
+        await host.watch()
+    except DaemonEnded as error:
+        stop.set()
+        return str(error)
 
 
 async def discover(host: Host, run_id: str, shell: NodeShell, holdings: Holdings) -> None:
