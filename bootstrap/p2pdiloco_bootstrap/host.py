@@ -9,15 +9,12 @@ and in `discovery.py`.
 import asyncio
 import errno
 import logging
-import os
 import socket
-import stat
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -27,6 +24,7 @@ from aiohttp import web
 from p2pdiloco.errors import UserError
 from p2pdiloco_bootstrap import addresses as multiaddrs
 from p2pdiloco_bootstrap.control import CONTROL_TIMEOUT_S, Control, Stream
+from p2pdiloco_bootstrap.control_sockets import socket_prefix
 from p2pdiloco_bootstrap.discovery import MemberRecords
 from p2pdiloco_bootstrap.identity import Identity
 from p2pdiloco_bootstrap.neighbours import BootstrapStatus, Neighbours
@@ -65,9 +63,6 @@ ADDRESS_BOOK_PEERS = 4096
 CONNECTIONS_PER_PEER = 2 * MAX_REQUESTS_PER_PEER
 CONNECTIONS = 2 * MAX_REQUESTS
 """Streams served at once, idle ones included; one more is closed unread."""
-
-_SOCKET_PREFIX_BYTES_MAX = 75
-"""macOS allows 103 bytes in the path of a unix socket, Linux 107; hivemind's name takes 26."""
 
 _SERVER_KEEP_ALIVE_S = 30.0
 
@@ -231,7 +226,7 @@ async def open_host(options: HostOptions) -> AsyncIterator[Host]:
     _by_peer(options.bootstraps)
     use_hivemind_log_handler("nowhere")
     async with AsyncExitStack() as stack:
-        sockets = stack.enter_context(_socket_prefix(options.identity_path))
+        sockets = stack.enter_context(socket_prefix(options.identity_path))
         relays = await _live_relays(options)
         arguments = _p2pd_arguments(options, listen, f"/unix{sockets}p2pd.sock", relays)
         starting = (
@@ -377,41 +372,3 @@ def _check_port_is_free(host: str, port: int) -> None:
                 else f"cannot be listened on ({error.strerror}):"
             )
             raise UserError(f"port {port} of {host} {what} choose another") from error
-
-
-@contextmanager
-def _socket_prefix(identity_path: Path) -> Iterator[str]:
-    """What the paths of our control sockets begin with; whatever carries it is ours to remove.
-
-    They lie beside the identity: a `kill -9` leaves them there, and the next start takes them away.
-    Where that path is too long for a socket, a short one that follows from it does the same.
-    """
-    directory = identity_path.parent.resolve()
-    with ExitStack() as stack:
-        if len(str(directory / identity_path.stem).encode()) > _SOCKET_PREFIX_BYTES_MAX:
-            directory = stack.enter_context(_short_directory(directory))
-        prefix = f"{identity_path.stem}-"
-        _remove_sockets(directory, prefix)
-        stack.callback(_remove_sockets, directory, prefix)
-        yield f"{directory}/{prefix}"
-
-
-@contextmanager
-def _short_directory(long: Path) -> Iterator[Path]:
-    """A private directory in /tmp (macOS's own has a long name), the same for the same `long`."""
-    name = blake2b(str(long).encode(), digest_size=6).hexdigest()
-    directory = Path(f"/tmp/p2pdiloco-{os.getuid()}-{name}")
-    directory.mkdir(mode=0o700, exist_ok=True)
-    found = directory.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise UserError(f"{directory} is not this user's alone; have its owner remove it")
-    try:
-        yield directory
-    finally:
-        with suppress(OSError):  # another host of the same directory is still there
-            directory.rmdir()
-
-
-def _remove_sockets(directory: Path, prefix: str) -> None:
-    for path in directory.glob(f"{prefix}*.sock"):
-        path.unlink(missing_ok=True)

@@ -25,8 +25,9 @@ from p2pdiloco.spec import (
     canonical_bytes,
 )
 from p2pdiloco_bootstrap.app import BootstrapOptions, running_bootstrap
+from p2pdiloco_bootstrap.control_sockets import socket_prefix
 from p2pdiloco_bootstrap.discovery import Discovery
-from p2pdiloco_bootstrap.host import Host, HostOptions, _socket_prefix, open_host
+from p2pdiloco_bootstrap.host import Host, HostOptions, open_host
 from p2pdiloco_bootstrap.identity import Identity, verify_with_key
 from p2pdiloco_bootstrap.invite import parse_invite
 from p2pdiloco_bootstrap.p2pd import DaemonEnded
@@ -489,11 +490,11 @@ def test_a_closed_host_leaves_nothing_behind(swarm: Swarm, tmp_path: Path) -> No
 def test_sockets_of_a_killed_host_are_taken_away_by_the_next(tmp_path: Path) -> None:
     for directory in (tmp_path, tmp_path / ("long-" * 15)):
         directory.mkdir(exist_ok=True)
-        with _socket_prefix(directory / "me.key") as prefix:
+        with socket_prefix(directory / "me.key") as prefix:
             leftover = Path(f"{prefix}p2pclient-12345678901.sock")
         leftover.parent.mkdir(mode=0o700, exist_ok=True)
         leftover.touch()
-        with _socket_prefix(directory / "me.key") as again:
+        with socket_prefix(directory / "me.key") as again:
             assert again == prefix
             assert not leftover.exists()
             assert len(f"{again}p2pclient-12345678901.sock".encode()) < 104
