@@ -21,7 +21,9 @@ from p2pdiloco.protocol.pauses import PAUSES_MAX
 from p2pdiloco.protocol.register import Register
 from p2pdiloco.protocol.state import REFUSALS_KEPT, ROUNDS_KEPT
 from p2pdiloco.protocol.wire import Heartbeat
+from p2pdiloco.simulation import promises
 from p2pdiloco.simulation.machine import Contribution, Machine, State
+from p2pdiloco.simulation.promises import FragmentSight, Sight
 
 if TYPE_CHECKING:
     from p2pdiloco.simulation.world import World
@@ -44,6 +46,29 @@ def _is_small_talk(event: events.Event) -> bool:
 def _weight(head: Record | None) -> tuple[int, int]:
     """More merged tokens win, then the smaller digest; said here again, independent of the core."""
     return (head.tokens_total, -int(head.digest, 16)) if head else (0, 0)
+
+
+def sight_of(machine: Machine, now: float) -> Sight:
+    """What an outsider sees of a node that is up."""
+    node = machine.node
+    assert node, f"{machine.name} is down"
+    return Sight(
+        name=machine.name,
+        at=now,
+        life=machine.disk.incarnation,
+        fragments=tuple(map(_fragment_sight, node.state.registers, machine.replica)),
+        tokens=node.state.ledger.totals(),
+        settled=node.is_settled,
+        steps=machine.learner.steps_total,
+    )
+
+
+def _fragment_sight(register: Register, state: State | None) -> FragmentSight | None:
+    chain = register.chain
+    if chain is None:
+        return None
+    held = state.digest if state and state.version == chain.version else None
+    return FragmentSight(chain.version, chain.digest, held, chain.tokens_total)
 
 
 class PromiseBroken(AssertionError):
@@ -81,12 +106,20 @@ class Checkers:
         """From a commit to the last machine that has it."""
         self._committed_at: dict[str, float] = {}
         self._children: dict[tuple[int, str], str] = {}
-        self._states: dict[tuple[int, int, str], str] = {}
+        self._states: dict[tuple[int, str], str] = {}
         self._stands: dict[tuple[PeerId, int], _Stand] = {}
         self._fences: dict[tuple[PeerId, int, str], tuple[int, int]] = {}
 
     def broken(self, who: str, what: str) -> PromiseBroken:
         return PromiseBroken(self.world, who, what)
+
+    def hold(self, who: str, broken: str | None) -> None:
+        """Raises what one of the promises says."""
+        if broken:
+            raise self.broken(who, broken)
+
+    def sights(self) -> list[Sight]:
+        return [sight_of(machine, self.world.now) for machine in self.world.up]
 
     # ---------------------------------------------------------------- what machines are about to do
 
@@ -96,9 +129,7 @@ class Checkers:
             self._stands.pop((machine.name, p), None)
         for key in [key for key in self._fences if key[0] == machine.name]:
             del self._fences[key]
-        for p, state in enumerate(machine.replica):
-            if state:
-                self._same_state(machine, p, state)
+        self._same_states(machine)
 
     def before_actions(
         self, machine: Machine, event: events.Event, wanted: Sequence[actions.Action]
@@ -190,7 +221,7 @@ class Checkers:
         for p in range(len(machine.replica)):
             self._lineage(machine, node, p)
         if not _is_small_talk(event):
-            self._ledger(machine, node)
+            self._ledger(machine)
         self._bounds(machine, node)
         self._learner_goes_on(machine)
 
@@ -209,7 +240,7 @@ class Checkers:
         state = machine.replica[fragment]
         if state is None or state.version != chain.version:
             raise self.broken(machine.name, f"chain at v{chain.version}, replica at {state}")
-        self._same_state(machine, fragment, state)
+        self._same_states(machine)
         took_s = self.world.now - self._committed_at.get(digest, self.world.now)
         self.slowest_spread_s = max(self.slowest_spread_s, took_s)
         if before:
@@ -244,27 +275,18 @@ class Checkers:
             head = self.world.records.get(head.parent)
         return False
 
-    def _same_state(self, machine: Machine, fragment: int, state: State) -> None:
-        assert machine.node
-        chain = machine.node.state.registers[fragment].chain
-        assert chain
-        key = (fragment, chain.version, chain.digest)
-        known = self._states.setdefault(key, state.digest)
-        if known != state.digest:
-            raise self.broken(
-                machine.name,
-                f"fragment {fragment} v{chain.version}: the same record, another state",
-            )
+    def _same_states(self, machine: Machine) -> None:
+        sight = sight_of(machine, self.world.now)
+        self.hold(machine.name, promises.identical_states(self._states, sight))
 
-    def _ledger(self, machine: Machine, node: Node) -> None:
-        """Every token that the learner processed has one fate per fragment."""
-        totals = node.state.ledger.totals()
-        fates = (*totals.rejected.values(), *totals.lost.values(), totals.merged, totals.pending)
-        if not totals.adds_up or min(fates) < 0:
-            raise self.broken(machine.name, f"the ledger does not add up: {totals}")
+    def _ledger(self, machine: Machine) -> None:
+        sight = sight_of(machine, self.world.now)
+        self.hold(machine.name, promises.ledger_adds_up(sight))
         own = machine.tokens_this_life * len(machine.replica) + machine.processed_before
-        if totals.processed < own:
-            raise self.broken(machine.name, f"{own} tokens processed, the ledger says {totals}")
+        if sight.tokens.processed < own:
+            raise self.broken(
+                machine.name, f"{own} tokens processed, the ledger says {sight.tokens}"
+            )
 
     def _bounds(self, machine: Machine, node: Node) -> None:
         state, num = node.state, len(machine.replica)
@@ -283,8 +305,7 @@ class Checkers:
         self._at_most(machine, "rounds with outer gradients", len(machine.pulled), open_rounds)
 
     def _at_most(self, machine: Machine, what: str, count: int, most: int) -> None:
-        if count > most:
-            raise self.broken(machine.name, f"{count} {what}, at most {most} were promised")
+        self.hold(machine.name, promises.at_most(what, count, most))
 
     def _learner_goes_on(self, machine: Machine) -> None:
         learner = machine.learner
@@ -293,37 +314,14 @@ class Checkers:
 
     # ---------------------------------------------------------------- at times
 
-    def heads(self, fragment: int) -> dict[PeerId, str]:
-        """Digest of the head at each machine that is up."""
-        return {
-            m.name: chain.digest
-            if m.node and (chain := m.node.state.registers[fragment].chain)
-            else "none"
-            for m in self.world.up
-        }
-
     def one_lineage(self) -> None:
         """The heads of each fragment lie on one chain."""
-        for p in range(self.world.swarm.num_fragments):
-            chains = [m.node.state.registers[p].chain for m in self.world.up if m.node]
-            if not all(chains):
-                raise self.broken("swarm", f"fragment {p} is still missing somewhere")
-            newest = max((c for c in chains if c), key=lambda c: c.weight)
-            on_it = {record.digest for record in self.chain_of(newest.head)} | {newest.base_digest}
-            on_it.add(self.genesis_parent(newest.head))
-            off = [m for m, head in self.heads(p).items() if head not in on_it]
-            if off:
-                raise self.broken("swarm", f"fragment {p}: {off} stand on another lineage")
+        parents = {digest: record.parent for digest, record in self.world.records.items()}
+        self.hold("swarm", promises.on_one_chain(self.sights(), parents))
 
     def one_head(self) -> None:
         """Everybody settled on the same heads."""
-        for p in range(self.world.swarm.num_fragments):
-            heads = self.heads(p)
-            if len(set(heads.values())) > 1:
-                raise self.broken("swarm", f"fragment {p}: different heads {heads}")
-        for machine in self.world.up:
-            if machine.node and not machine.node.is_settled:
-                raise self.broken(machine.name, "it does not settle")
+        self.hold("swarm", promises.one_head(self.sights()))
 
     def merged_since(self, since: float) -> None:
         """Every fragment was merged again after that moment."""
@@ -352,10 +350,6 @@ class Checkers:
             head = self.world.records.get(head.parent)
         return chain
 
-    def genesis_parent(self, head: Record | None) -> str:
-        chain = self.chain_of(head)
-        return chain[-1].parent if chain else ""
-
     def ledgers_meet_lineages(self) -> None:
         """What each living node calls merged is what the records from version 1 on say of it; the
         records add up to `tokens_total`.
@@ -371,13 +365,10 @@ class Checkers:
                 for contributor in record.contributors:
                     merged[contributor.peer] += contributor.tokens
         for machine in self.world.up:
-            totals = self.totals(machine)
-            if machine.name not in self.blind and totals.merged != merged[machine.name]:
-                raise self.broken(
-                    machine.name,
-                    f"the records say that {merged[machine.name]} of its tokens are merged, "
-                    f"its ledger says {totals}",
-                )
+            if machine.name not in self.blind:
+                sight = sight_of(machine, self.world.now)
+                broken = promises.ledger_meets_records(sight, merged[machine.name])
+                self.hold(machine.name, broken)
 
     @staticmethod
     def totals(machine: Machine) -> Totals:
