@@ -31,7 +31,7 @@ from p2pdiloco_bootstrap.neighbours import BootstrapStatus, Neighbours
 from p2pdiloco_bootstrap.p2pd import NetworkDaemon, running_p2pd
 from p2pdiloco_bootstrap.relay import running_relay
 from p2pdiloco_bootstrap.serving import MAX_REQUESTS, MAX_REQUESTS_PER_PEER, current_sender
-from p2pdiloco_bootstrap.streams import StreamConnector, attach
+from p2pdiloco_bootstrap.streams import attach, new_session
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # importing hivemind runs deprecated parts of torch
@@ -101,11 +101,7 @@ class Host:
         self._daemon = daemon
         self._control = control
         self._p2p = p2p
-        self._session = aiohttp.ClientSession(
-            connector=StreamConnector(self._open_stream),
-            cookie_jar=aiohttp.DummyCookieJar(),  # peers leave nothing with us
-            auto_decompress=False,  # nor do they choose how big an answer grows
-        )
+        self._session = new_session(self.open_stream)
         self._address_book: OrderedDict[str, tuple[str, ...]] = OrderedDict()
         bootstraps = _by_peer(options.bootstraps)
         self._neighbours = Neighbours(bootstraps, control, self.connect, dht)
@@ -201,7 +197,7 @@ class Host:
         """Never returns; raises `DaemonEnded` when p2pd ends by itself."""
         raise await self._daemon.wait_ended()
 
-    async def _open_stream(self, peer: str) -> Stream:
+    async def open_stream(self, peer: str) -> Stream:
         """A stream to the peer's application; ConnectionError tells why there is none."""
         try:
             return await self._control.open_stream(peer, HTTP_PROTOCOL)

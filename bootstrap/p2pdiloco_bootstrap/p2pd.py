@@ -50,8 +50,7 @@ class NetworkDaemon:
         code = await self._process.wait()
         last = f"; its last words: {self._lines[-1]}" if self._lines else ""
         return DaemonEnded(
-            f"the network process p2pd (pid {self.pid}) ended with code {code}{last}; "
-            "restart the node"
+            f"the network process p2pd (pid {self.pid}) ended with code {code}{last}"
         )
 
     async def _read_until_ready(self) -> None:

@@ -113,3 +113,12 @@ class StreamConnector(aiohttp.BaseConnector):
         handler = ResponseHandler(self._loop)
         attach(handler, stream)
         return handler
+
+
+def new_session(open_stream: Callable[[str], Awaitable[Stream]]) -> aiohttp.ClientSession:
+    """A client of peers, reached at `peer_url(peer, path)`; whoever made it closes it."""
+    return aiohttp.ClientSession(
+        connector=StreamConnector(open_stream),
+        cookie_jar=aiohttp.DummyCookieJar(),  # peers leave nothing with us
+        auto_decompress=False,  # nor do they choose how big an answer grows
+    )

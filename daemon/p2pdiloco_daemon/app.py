@@ -1,6 +1,6 @@
 """The composition root: makes a node's parts, in the order in which they need each other.
 
-    page -> host (p2pd, DHT, HTTP) -> spec -> replica and store -> core and shell -> learner
+    page -> network (p2pd, DHT, HTTP) -> spec -> replica and store -> core and shell -> learner
 
 Leaving is the reverse of the reading order. The parts do not know this module.
 """
@@ -15,13 +15,13 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-from p2pdiloco.errors import NetworkError, P2PDilocoError
+from p2pdiloco.errors import P2PDilocoError
 from p2pdiloco.optim.fragments import Fragment, fragments_of
 from p2pdiloco.protocol.wire import PROTOCOL_VERSION
 from p2pdiloco.spec import RunSpec, SignedSpec
 from p2pdiloco_bootstrap.addresses import split_peer
 from p2pdiloco_bootstrap.discovery import Discovery
-from p2pdiloco_bootstrap.host import Host, HostOptions, open_host
+from p2pdiloco_bootstrap.host import Host, HostOptions
 from p2pdiloco_bootstrap.identity import Identity
 from p2pdiloco_bootstrap.serving import Traffic
 from p2pdiloco_bootstrap.shelf import exchange_application
@@ -30,15 +30,14 @@ from p2pdiloco_daemon.chores import (
     SettleRequest,
     discover,
     keep_house,
-    network_sentence,
     settle_when_asked,
-    watch_network,
 )
 from p2pdiloco_daemon.exchange import Exchange, ExchangeError
 from p2pdiloco_daemon.holdings import Holdings
 from p2pdiloco_daemon.lag import LagMonitor
 from p2pdiloco_daemon.learner import LearnerOptions, running_learner
 from p2pdiloco_daemon.log import configure_logging
+from p2pdiloco_daemon.network import Network, running_network
 from p2pdiloco_daemon.node import Expected, NodeShell
 from p2pdiloco_daemon.place import Place, open_place
 from p2pdiloco_daemon.report import LearnerReport, Reporter
@@ -65,6 +64,8 @@ class NodeOptions:
     listen: tuple[str, int]
     device: str
     threads: int
+    supervisor_fd: int | None = None
+    """See `stop_signals`."""
 
 
 class StatusBoard:
@@ -101,7 +102,7 @@ class Ground:
     options: NodeOptions
     place: Place
     identity: Identity
-    host: Host
+    network: Network
     exchange: Exchange
     traffic: Traffic
     board: StatusBoard
@@ -112,7 +113,7 @@ class Ground:
 async def run_node(options: NodeOptions) -> None:
     """Runs a node until Ctrl-C or SIGTERM. UserError for what a person has to mend."""
     configure_logging()
-    with stop_signals() as stop:
+    with stop_signals(options.supervisor_fd) as stop:
         async with _ground(options, stop) as ground:
             signed = await _until_stopped(_find_spec(ground), stop)
             if signed:
@@ -130,10 +131,12 @@ async def _ground(options: NodeOptions, stop: asyncio.Event) -> AsyncIterator[Gr
         page = build_app(board.read, settle=settle)
         board.page_url = await stack.enter_async_context(serving_page(page, options.status_port))
         logger.info("the status page is at %s", board.page_url)
-        host = await stack.enter_async_context(open_host(_host_options(options, place)))
+        network = await stack.enter_async_context(
+            running_network(partial(_host_options, options, place), on_end=stop.set)
+        )
         traffic = Traffic()
-        exchange = Exchange(host.session(), traffic)
-        yield Ground(options, place, identity, host, exchange, traffic, board, settle, stop)
+        exchange = Exchange(network.session, traffic)
+        yield Ground(options, place, identity, network, exchange, traffic, board, settle, stop)
 
 
 def _host_options(options: NodeOptions, place: Place) -> HostOptions:
@@ -166,11 +169,12 @@ async def _find_spec(ground: Ground) -> SignedSpec:
     if kept := place.spec():
         return kept
     bootstraps = list(dict.fromkeys(split_peer(address)[1] for address in place.bootstraps))
-    discovery = Discovery(ground.host, place.run_id)
     while True:
         peers = dict.fromkeys(bootstraps)
-        with suppress(*Expected):
-            peers |= dict.fromkeys(member.peer for member in await discovery.members())
+        if host := ground.network.host:
+            with suppress(*Expected):
+                members = await Discovery(host, place.run_id).members()
+                peers |= dict.fromkeys(member.peer for member in members)
         for peer in peers:
             try:
                 signed = place.checked(await exchange.spec(peer))
@@ -187,10 +191,10 @@ async def _take_part(ground: Ground, signed: SignedSpec) -> None:
     """From the spec to the goodbye."""
     fragments = fragments_of(signed.spec)
     require_memory(fragments)
-    place, board, host, now = (
+    place, board, network, now = (
         ground.place,
         ground.board,
-        ground.host,
+        ground.network,
         asyncio.get_running_loop().time,
     )
     async with AsyncExitStack() as stack:
@@ -203,8 +207,13 @@ async def _take_part(ground: Ground, signed: SignedSpec) -> None:
         tasks = await stack.enter_async_context(_tasks())
         shell = NodeShell(node, holdings, ground.exchange, tasks)
         shelf = NodeShelf(signed.pack(), node, holdings)
-        server = exchange_application(shelf, ground.traffic, shell.take_message)
-        await stack.enter_async_context(host.serving(server))
+
+        async def on_the_network(host: Host) -> None:
+            server = exchange_application(shelf, ground.traffic, shell.take_message)
+            async with host.serving(server):
+                await discover(host, place.run_id, shell, holdings)
+
+        await stack.enter_async_context(network.working(on_the_network))
         lag, report = LagMonitor(), LearnerReport()
         board.reporter = Reporter(
             spec=signed.spec,
@@ -217,7 +226,7 @@ async def _take_part(ground: Ground, signed: SignedSpec) -> None:
             traffic=ground.traffic,
             lag=lag,
             learner=report,
-            network_sentence=partial(network_sentence, host),
+            network=network,
             page_url=board.page_url,
         )
         owner = tasks.create_task(shell.run(), name="owner of the core")
@@ -233,23 +242,19 @@ async def _take_part(ground: Ground, signed: SignedSpec) -> None:
             tasks.create_task(work, name=name)
             for name, work in {
                 "lag monitor": lag.run(),
-                "discovery": discover(host, place.run_id, shell, holdings),
                 "housekeeping": keep_house(holdings, shell, ground.traffic, place.directory),
                 "settling": settle_when_asked(ground.settle, learner, shell, report),
             }.items()
         ]
-        network = tasks.create_task(watch_network(host, ground.stop), name="p2pd")
         await ground.stop.wait()
         board.reporter.stopping = True
         logger.info("leaving")
         await learner.stop()
         await shell.leave(GOODBYE_S)
         await owner
-        for chore in (*chores, network):
+        for chore in chores:
             chore.cancel()
         shell.save()
-    if not network.cancelled():
-        raise NetworkError(f"{network.result()} with `p2pdiloco join`; it has saved and left")
 
 
 @asynccontextmanager

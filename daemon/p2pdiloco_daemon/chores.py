@@ -9,7 +9,6 @@ from p2pdiloco.protocol import events
 from p2pdiloco.protocol.naming import PeerId
 from p2pdiloco_bootstrap.discovery import Discovery
 from p2pdiloco_bootstrap.host import Host
-from p2pdiloco_bootstrap.p2pd import DaemonEnded
 from p2pdiloco_bootstrap.serving import Traffic
 from p2pdiloco_daemon.holdings import Holdings
 from p2pdiloco_daemon.learner import Learner
@@ -43,15 +42,6 @@ async def settle_when_asked(
     learner.pause()
     report.paused = True
     shell.post(events.SettleAsked())
-
-
-async def watch_network(host: Host, stop: asyncio.Event) -> str:
-    """Waits for p2pd to end, which it should not; then stops the node, and returns why."""
-    try:
-        await host.watch()
-    except DaemonEnded as error:
-        stop.set()
-        return str(error)
 
 
 async def discover(host: Host, run_id: str, shell: NodeShell, holdings: Holdings) -> None:
@@ -100,11 +90,3 @@ async def keep_house(
         rate_mb_s = (sent - sent_before) / HOUSEKEEPING_S / 1e6
         state.uplink_mb_s = max(rate_mb_s, 0.98 * state.uplink_mb_s)
         sent_before = sent
-
-
-def network_sentence(host: Host) -> str | None:
-    """Why no bootstrap peer is connected; None when one is, or others are."""
-    bootstraps = host.bootstraps()
-    if not bootstraps or any(status.connected for status in bootstraps):
-        return None
-    return "; ".join(status.sentence() for status in bootstraps)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from typing import Protocol
 
 from p2pdiloco.protocol.membership import Member
 from p2pdiloco.protocol.node import Node
@@ -76,6 +77,16 @@ def _smoothed(before: float | None, sample: float) -> float:
     return sample if before is None else 0.9 * before + 0.1 * sample
 
 
+class NetworkReport(Protocol):
+    """Of a `p2pdiloco_daemon.network.Network`, what is told about it."""
+
+    problem: str | None
+    restarts: int
+    last_error: str | None
+
+    def loneliness(self) -> str | None: ...
+
+
 @dataclass
 class Reporter:
     """`started` and `now` are monotonic seconds."""
@@ -90,8 +101,7 @@ class Reporter:
     traffic: Traffic
     lag: LagMonitor
     learner: LearnerReport
-    network_sentence: Callable[[], str | None]
-    """Why the network does not work, if it does not."""
+    network: NetworkReport
     page_url: str | None = None
     stopping: bool = False
 
@@ -123,6 +133,11 @@ class Reporter:
             fragments=[self._fragment(register) for register in state.registers],
             members=self._members(),
             traffic=self._traffic(),
+            network=view.Network(
+                connected=self.network.problem is None,
+                restarts=self.network.restarts,
+                last_error=self.network.last_error,
+            ),
             loop_lag=view.LoopLag(
                 p50_ms=self.lag.percentile_ms(0.5),
                 p99_ms=self.lag.percentile_ms(0.99),
@@ -155,7 +170,8 @@ class Reporter:
     def _sentence(self) -> str:
         what = self._what()
         cut_off = self._state() in (view.NodeState.FETCHING, view.NodeState.ISOLATED)
-        if cut_off and (problem := self.network_sentence()):
+        problem = self.network.problem or (self.network.loneliness() if cut_off else None)
+        if problem:
             what += f" {problem[0].upper()}{problem[1:]}."
         if self.holdings.store_error:
             what += " Training goes on, but the checkpoint cannot be written: "

@@ -1,6 +1,7 @@
-"""Real daemons on loopback, started as a person starts them, and ended by their process ids."""
+"""Real daemons on loopback or in a lab, started as a person does, and ended by process ids."""
 
 import contextlib
+import http.client
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import psutil
 
@@ -65,16 +66,46 @@ def free_port() -> int:
         return port
 
 
+class Machine(Protocol):
+    """Where a process runs: here, or on a host of `benchmarks.lab`."""
+
+    @property
+    def prefix(self) -> tuple[str, ...]:
+        """What to put before its command."""
+
+    def call(self, function: Callable[[], T]) -> T:
+        """The result of `function`, whose sockets are those of the machine."""
+
+
+class Loopback:
+    """This machine, of which a node then uses the loopback interface only."""
+
+    prefix: tuple[str, ...] = ()
+
+    def call(self, function: Callable[[], T]) -> T:
+        return function()
+
+
+LOOPBACK = Loopback()
+
+
+def listen_host(machine: Machine) -> str:
+    return "127.0.0.1" if machine is LOOPBACK else "0.0.0.0"
+
+
 class Daemon:
     """A `p2pdiloco` process and what it started; its output is in `log`."""
 
-    def __init__(self, directory: Path, arguments: Sequence[str]) -> None:
+    def __init__(
+        self, directory: Path, arguments: Sequence[str], machine: Machine = LOOPBACK
+    ) -> None:
         self.directory = directory
+        self.machine = machine
         self.log = directory.with_suffix(".log")
         home = directory.parent / "home"
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "p2pdiloco_daemon.cli.main", *arguments],
+                [*machine.prefix, sys.executable, "-m", "p2pdiloco_daemon.cli.main", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -126,15 +157,21 @@ def is_running(process: psutil.Process) -> bool:
 
 
 class BootstrapProcess(Daemon):
-    """The first peer of a new run; `invite` is good as long as it lives."""
+    """The first peer of a run; `invite` is good as long as it lives.
 
-    def __init__(self, root: Path) -> None:
-        spec = root / "run.toml"
-        spec.write_text(SPEC)
+    Again in the same `root` it is the same peer, at the same address where `port` is named.
+    """
+
+    def __init__(
+        self, root: Path, machine: Machine = LOOPBACK, port: int = 0, spec: str = SPEC
+    ) -> None:
+        described = root / "run.toml"
+        described.write_text(spec)
         Identity.load_or_create(root / "run.key")
         directory = root / "boot"
-        where = ["--dir", str(directory), "--listen", "127.0.0.1", "--port", "0"]
-        super().__init__(directory, ["bootstrap", str(spec), *where])
+        directory.with_suffix(".log").unlink(missing_ok=True)
+        where = ["--dir", str(directory), "--listen", listen_host(machine), "--port", str(port)]
+        super().__init__(directory, ["bootstrap", str(described), *where], machine)
         self.invite = wait_until("the invite", self._read_invite)
 
     def _read_invite(self) -> str | None:
@@ -146,10 +183,17 @@ class BootstrapProcess(Daemon):
 class NodeProcess(Daemon):
     """One `p2pdiloco join`; without `invite` it goes on with the run of its directory."""
 
-    def __init__(self, directory: Path, invite: str | None = None, port: int | None = None) -> None:
-        self.port = port or free_port()
-        where = ["--dir", str(directory), "--port", str(self.port), "--listen", "127.0.0.1:0"]
-        super().__init__(directory, ["join", *([invite] if invite else []), *where])
+    def __init__(
+        self,
+        directory: Path,
+        invite: str | None = None,
+        port: int | None = None,
+        machine: Machine = LOOPBACK,
+    ) -> None:
+        self.port = port or machine.call(free_port)
+        listen = f"{listen_host(machine)}:0"
+        where = ["--dir", str(directory), "--port", str(self.port), "--listen", listen]
+        super().__init__(directory, ["join", *([invite] if invite else []), *where], machine)
 
     @property
     def is_alive(self) -> bool:
@@ -158,10 +202,9 @@ class NodeProcess(Daemon):
     def status(self) -> JsonObject | None:
         """None while it starts, is busy or dead."""
         try:
-            with urllib.request.urlopen(self._url("status"), timeout=2) as response:
-                status: JsonObject = json.load(response)
-                return status
-        except (OSError, ValueError):
+            status: JsonObject = json.loads(self._ask(self._url("status"), timeout_s=2))
+            return status
+        except (OSError, ValueError, http.client.HTTPException):
             return None
 
     def get(self) -> JsonObject:
@@ -172,7 +215,7 @@ class NodeProcess(Daemon):
         request = urllib.request.Request(
             self._url("settle"), method="POST", headers={ACTION_HEADER: "1"}
         )
-        urllib.request.urlopen(request, timeout=10).close()
+        self._ask(request, timeout_s=10)
 
     def versions(self) -> list[int]:
         """Of the fragments that it holds; none while it starts."""
@@ -192,11 +235,22 @@ class NodeProcess(Daemon):
     def learner(self) -> psutil.Process | None:
         return next((c for c in self.children() if is_running(c) and _is_learner(c)), None)
 
+    def network_process(self) -> psutil.Process | None:
+        return next((c for c in self.children() if is_running(c) and c.name() == "p2pd"), None)
+
     def sockets(self) -> list[Path]:
         return [path for path in self.directory.iterdir() if path.is_socket()]
 
     def words(self) -> str:
         return self.log.read_text(errors="replace")
+
+    def _ask(self, request: str | urllib.request.Request, timeout_s: float) -> bytes:
+        def ask() -> bytes:
+            with urllib.request.urlopen(request, timeout=timeout_s) as response:
+                answer: bytes = response.read()
+                return answer
+
+        return self.machine.call(ask)
 
     def _url(self, name: str) -> str:
         return f"http://127.0.0.1:{self.port}/api/{name}"

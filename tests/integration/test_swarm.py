@@ -162,6 +162,28 @@ def test_a_killed_learner_is_restarted_and_the_others_never_notice(swarm: Swarm)
     assert node.get()["tokens"]["adds_up"]
 
 
+def test_a_killed_network_process_is_started_again_and_the_learner_trains_on(swarm: Swarm) -> None:
+    node = swarm.nodes["node-2"]
+    before = node.get()["learner"]
+    wait_until("a network process", node.network_process).kill()
+
+    def is_back() -> bool:
+        status = node.status()
+        network = status["network"] if status else {}
+        return network == network | {"connected": True, "restarts": 1}
+
+    wait_until("the network to be there again", is_back)
+    assert "ended with code -9" in node.get()["network"]["last_error"]
+    for living in swarm.living():
+        wait_until("all to see each other", partial(living.sees, NUM_NODES))
+    status = node.get()
+    assert status["learner"]["restarts"] == before["restarts"]
+    assert status["learner"]["step"] > before["step"]
+    merged = status["tokens"]["merged"]
+    wait_until("tokens of it to be merged", lambda: node.get()["tokens"]["merged"] > merged)
+    assert "Traceback" not in node.words()
+
+
 def test_a_joiner_ends_at_the_head_and_leaves_without_a_trace(swarm: Swarm) -> None:
     joiner = swarm.start("joiner", swarm.boot.invite)
 

@@ -27,6 +27,17 @@ from p2pdiloco_daemon.report import LearnerReport, Reporter
 from p2pdiloco_daemon.status import view
 
 
+class FakeNetwork:
+    """Up, and perhaps without a bootstrap peer."""
+
+    problem: str | None = None
+    restarts = 0
+    last_error: str | None = None
+
+    def __init__(self, loneliness: Callable[[], str | None]) -> None:
+        self.loneliness = loneliness
+
+
 def report_of(living: Living, problem: Callable[[], str | None] = lambda: None) -> Reporter:
     return Reporter(
         spec=RunSpec(name="first"),
@@ -39,7 +50,7 @@ def report_of(living: Living, problem: Callable[[], str | None] = lambda: None) 
         traffic=Traffic(),
         lag=LagMonitor(),
         learner=LearnerReport(state=view.LearnerState.TRAINING),
-        network_sentence=problem,
+        network=FakeNetwork(problem),
     )
 
 

@@ -2,10 +2,12 @@
 
 import argparse
 import asyncio
-import contextlib
+import dataclasses
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from p2pdiloco.errors import UserError
 from p2pdiloco.spec import SignedSpec, read_spec_file
@@ -14,6 +16,11 @@ from p2pdiloco_daemon.cli.directories import bootstrap_directory
 from p2pdiloco_daemon.cli.new import owner_key_path
 from p2pdiloco_daemon.cli.ports import port_number, require_free
 from p2pdiloco_daemon.genesis import genesis_path, prepare_run
+from p2pdiloco_daemon.signals import add_supervisor_option, stop_signals
+from p2pdiloco_daemon.store import lock_directory
+
+if TYPE_CHECKING:
+    from p2pdiloco_bootstrap.app import FirstPeer
 
 PORT = 8600
 """TCP port of the first peer: one fixed number to open or forward."""
@@ -50,6 +57,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="directory of the peer: its key and the first weights (default: one per run name "
         "under the person's data directory)",
     )
+    add_supervisor_option(parser)
     parser.set_defaults(run=run)
 
 
@@ -58,8 +66,9 @@ def run(arguments: argparse.Namespace) -> int:
     owner = _read_owner(owner_key_path(arguments.file))
     require_free(arguments.listen, arguments.port, "--port")
     directory: Path = arguments.dir or bootstrap_directory(draft.name)
-    signed = prepare_run(draft, owner, directory)
-    asyncio.run(_serve(arguments, owner, signed, directory))
+    with lock_directory(directory):
+        signed = prepare_run(draft, owner, directory)
+        asyncio.run(_serve(arguments, owner, signed, directory))
     return 0
 
 
@@ -68,7 +77,7 @@ async def _serve(
 ) -> None:
     # imported late: hivemind takes seconds, and a mistake in the spec should be told at once
     from p2pdiloco_bootstrap.app import BootstrapOptions, running_bootstrap
-    from p2pdiloco_daemon.signals import stop_signals
+    from p2pdiloco_daemon.network import Deaths
 
     options = BootstrapOptions(
         directory=directory,
@@ -77,18 +86,44 @@ async def _serve(
         signed_spec=signed.pack(),
         genesis={p: genesis_path(directory, p) for p in range(signed.spec.sync.num_fragments)},
     )
-    with stop_signals() as stop:
-        async with running_bootstrap(options) as peer:
-            invite = await peer.invite(owner, time.time() + INVITE_DAYS * 86400)
-            for line in _welcome(signed, invite, await peer.host.addresses()):
-                print(line, flush=True)
-            watching = asyncio.create_task(peer.watch(), name="p2pd")
-            stopping = asyncio.create_task(stop.wait(), name="stop")
-            await asyncio.wait((watching, stopping), return_when=asyncio.FIRST_COMPLETED)
-            stopping.cancel()
-            watching.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await watching
+    deaths, loop = Deaths(), asyncio.get_running_loop()
+    with stop_signals(arguments.supervisor_fd) as stop:
+        while not stop.is_set():
+            started = loop.time()
+            async with running_bootstrap(options) as peer:
+                addresses = await peer.host.addresses()
+                invite = await peer.invite(owner, time.time() + INVITE_DAYS * 86400)
+                for line in _welcome(signed, invite, addresses):
+                    print(line, flush=True)
+                reason = await _until_stopped_or_dead(peer, stop)
+            if reason:
+                delay_s = deaths.one_more(reason, loop.time() - started)
+                print(f"{reason}; it is started again", file=sys.stderr, flush=True)
+                # whoever has the invite looks for us at the same port
+                options = dataclasses.replace(options, port=_port_of(addresses[0]))
+                await asyncio.sleep(delay_s)
+
+
+async def _until_stopped_or_dead(peer: "FirstPeer", stop: asyncio.Event) -> str | None:
+    """Why the peer's network process ended; None once somebody asked to stop."""
+    watching = asyncio.create_task(peer.watch(), name="p2pd")
+    stopping = asyncio.create_task(stop.wait(), name="stop")
+    await asyncio.wait((watching, stopping), return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    watching.cancel()
+    try:
+        await watching
+    except asyncio.CancelledError:
+        pass
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def _port_of(address: str) -> int:
+    """/ip4/192.0.2.7/tcp/8600/p2p/... -> 8600"""
+    parts = address.split("/")
+    return int(parts[parts.index("tcp") + 1])
 
 
 def _welcome(signed: SignedSpec, invite: str, addresses: Sequence[str]) -> list[str]:

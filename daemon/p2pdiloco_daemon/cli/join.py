@@ -9,6 +9,7 @@ from p2pdiloco.errors import UserError
 from p2pdiloco_bootstrap.invite import parse_invite
 from p2pdiloco_daemon.cli.directories import last_node, node_directory, remember_last_node
 from p2pdiloco_daemon.cli.ports import STATUS_PORT, host_and_port, port_number, require_free
+from p2pdiloco_daemon.signals import add_supervisor_option
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -53,6 +54,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="HOST:PORT",
         help="address for the other nodes (default: any address, any free port)",
     )
+    add_supervisor_option(parser)
     parser.set_defaults(run=run)
 
 
@@ -77,6 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
                 listen=(host, port),
                 device=choose_device(arguments.device),
                 threads=arguments.threads,
+                supervisor_fd=arguments.supervisor_fd,
             )
         )
     )

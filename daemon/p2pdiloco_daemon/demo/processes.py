@@ -1,10 +1,13 @@
 """The demo's processes: one bootstrap peer and N nodes, each started as a person would start it.
 
-Each runs in a session of its own, so that Ctrl-C in the terminal reaches the supervisor alone.
+Each runs in a session of its own, so that Ctrl-C in the terminal reaches the supervisor alone. Each
+holds the reading end of a pipe whose other end the supervisor has: when that closes, even by a
+`kill -9`, they leave in order.
 """
 
 import asyncio
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -98,12 +101,21 @@ def kill(processes: Sequence[Process]) -> None:
                 process.kill()
 
 
+@functools.cache
+def supervisor_pipe() -> int:
+    """The reading end of a pipe that nobody writes to and that this process alone keeps open."""
+    reading, _ = os.pipe()
+    return reading
+
+
 async def _start(arguments: Sequence[str], log: Path, stdout: int | None = None) -> Process:
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as log_file:
         return await asyncio.create_subprocess_exec(
             sys.executable,
             *("-m", "p2pdiloco_daemon.cli.main", *arguments),
+            *("--supervisor-fd", str(supervisor_pipe())),
+            pass_fds=(supervisor_pipe(),),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=log_file if stdout is None else stdout,
             stderr=log_file,

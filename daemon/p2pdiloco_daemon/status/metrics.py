@@ -135,6 +135,9 @@ def _machine(status: Status) -> Iterator[_Family]:
     traffic, lag, checkpoint = status.traffic, status.loop_lag, status.checkpoint
     sent = {kind: count.sent_bytes for kind, count in traffic.by_kind.items()}
     received = {kind: count.received_bytes for kind, count in traffic.by_kind.items()}
+    yield _counter(
+        "network_restarts_total", "Restarts of a dead network process.", status.network.restarts
+    )
     yield _counter("sent_bytes_total", "Bytes sent to peers.", traffic.sent_bytes)
     yield _counter("received_bytes_total", "Bytes received from peers.", traffic.received_bytes)
     yield _by_label("sent_by_kind_bytes_total", "Bytes sent, by purpose.", "kind", sent)

@@ -217,6 +217,17 @@ class Traffic:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """The process that carries this node's connections."""
+
+    connected: bool = True
+    """False while it is started again."""
+    restarts: int = 0
+    last_error: str | None = None
+    """Why it ended last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoopLag:
     """How late the daemon's event loop was, over the last minute or so."""
 
@@ -272,6 +283,7 @@ class Status:
     members: Sequence[Member] = ()
     """This node included."""
     traffic: Traffic = field(default_factory=Traffic)
+    network: Network = field(default_factory=Network)
     loop_lag: LoopLag = field(default_factory=LoopLag)
     refusals: Mapping[str, int] = field(default_factory=dict)
     """Reason -> how many messages or payloads of other peers were refused for it."""
