@@ -262,6 +262,8 @@ class Reporter:
 
     def _fragment(self, register: Register) -> view.Fragment:
         held = self.holdings.replica.state(register.index)
+        if held and held.version != register.version:
+            held = None  # it has just been replaced, which the core learns in a moment
         head = register.chain.head if register.chain else None
         return view.Fragment(
             index=register.index,

@@ -4,6 +4,7 @@ import stat
 from pathlib import Path
 
 import pytest
+from pydantic import JsonValue
 
 from p2pdiloco.spec import (
     DataSpec,
@@ -56,6 +57,13 @@ def test_the_draft_reads_back() -> None:
         outer=OuterSpec(learning_rate=1.0, momentum=0.0),
         sync=SyncSpec(wire="int4"),
     )
+    assert parse_spec(draft_text(draft), "draft") == draft
+
+
+def test_a_model_configuration_reads_back() -> None:
+    rope: JsonValue = {"theta": 1e4, "kinds": ["a", "b"]}
+    config: dict[str, JsonValue] = {"model_type": "llama", "rope": rope, "tied": True}
+    draft = RunSpec(name="a", model=ModelSpec(config=config))
     assert parse_spec(draft_text(draft), "draft") == draft
 
 

@@ -99,8 +99,15 @@ def _key_lines(name: str, value: object, field: FieldInfo) -> list[str]:
     lines = [f"# {line}" for line in comment]
     if value is None or value == ():
         return [*lines, f"# {name} ="]
-    # JSON's strings, numbers, booleans and lists are TOML's
-    return [*lines, f"{name} = {json.dumps(value)}"]
+    return [*lines, f"{name} = {_toml(value)}"]
+
+
+def _toml(value: object) -> str:
+    """JSON's strings, numbers, booleans and lists are TOML's; its objects are not."""
+    if not isinstance(value, dict):
+        return json.dumps(value)
+    items = (f"{json.dumps(key)} = {_toml(item)}" for key, item in value.items())
+    return f"{{ {', '.join(items)} }}"
 
 
 def _section(draft: RunSpec, name: str) -> BaseModel | None:

@@ -48,12 +48,26 @@ class NodeProcess:
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
 
 
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Where processes run and are reached: this machine's loopback, unless said otherwise."""
+
+    listen: str = "127.0.0.1"
+    prefix: tuple[str, ...] = ()
+    """What to put before a command, to run it elsewhere than here."""
+
+
+HERE = Home()
+
+
 @contextlib.asynccontextmanager
-async def bootstrap_peer(spec_file: Path, directory: Path, log: Path) -> AsyncIterator[str]:
+async def bootstrap_peer(
+    spec_file: Path, directory: Path, log: Path, home: Home = HERE
+) -> AsyncIterator[str]:
     """The first peer, running; gives its invite."""
-    where = ["--dir", str(directory), "--listen", "127.0.0.1", "--port", "0"]
+    where = ["--dir", str(directory), "--listen", home.listen, "--port", "0"]
     arguments = ["bootstrap", str(spec_file), *where]
-    process = await _start(arguments, log, stdout=PIPE)
+    process = await _start(arguments, log, home, stdout=PIPE)
     try:
         async with asyncio.timeout(BOOTSTRAP_TIMEOUT_S):
             invite = await _read_invite(process)
@@ -70,10 +84,10 @@ async def bootstrap_peer(spec_file: Path, directory: Path, log: Path) -> AsyncIt
         await stop([process])
 
 
-async def start_node(directory: Path, port: int, invite: str) -> NodeProcess:
-    """One `p2pdiloco join`, on loopback only."""
-    where = ["--dir", str(directory), "--port", str(port), "--listen", "127.0.0.1:0"]
-    process = await _start(["join", invite, *where], directory.with_suffix(".log"))
+async def start_node(directory: Path, port: int, invite: str, home: Home = HERE) -> NodeProcess:
+    """One `p2pdiloco join`."""
+    where = ["--dir", str(directory), "--port", str(port), "--listen", f"{home.listen}:0"]
+    process = await _start(["join", invite, *where], directory.with_suffix(".log"), home)
     return NodeProcess(directory, port, process)
 
 
@@ -108,11 +122,13 @@ def supervisor_pipe() -> int:
     return reading
 
 
-async def _start(arguments: Sequence[str], log: Path, stdout: int | None = None) -> Process:
+async def _start(
+    arguments: Sequence[str], log: Path, home: Home, stdout: int | None = None
+) -> Process:
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as log_file:
         return await asyncio.create_subprocess_exec(
-            sys.executable,
+            *(*home.prefix, sys.executable),
             *("-m", "p2pdiloco_daemon.cli.main", *arguments),
             *("--supervisor-fd", str(supervisor_pipe())),
             pass_fds=(supervisor_pipe(),),

@@ -173,7 +173,8 @@ class Fragment:
     state: FragmentSync
     num_values: int
     digest: str | None = None
-    """First characters of the state digest: equal on all nodes that hold this version."""
+    """First characters of the state digest: equal on all nodes that hold this version. None while
+    nothing is held, and for the moment in which the version changes."""
     record_digest: str | None = None
     """Digest of the merge record that made this version; None for version 0."""
     local_steps: int = 0
