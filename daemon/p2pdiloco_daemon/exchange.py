@@ -32,7 +32,7 @@ from p2pdiloco_bootstrap.shelf import (
     contribution_path,
 )
 from p2pdiloco_bootstrap.streams import peer_url
-from p2pdiloco_daemon.fetch import CHUNK_BYTES, Gathered, NotGathered, gather_chunks
+from p2pdiloco_daemon.fetch import KEPT, Gathering, NotGathered, gather_chunks
 
 CONNECT_TIMEOUT_S = 8.0
 """A relayed connection takes seconds; a hung peer never answers."""
@@ -47,6 +47,10 @@ BYTES_PER_S_MIN = 8 * 1024
 """A whole answer may take a minute and its size at this rate; who drips slower is given up."""
 
 SPEC_BYTES_MAX = 1 << 20
+
+CHUNKS_IN_FLIGHT_MAX = 8
+"""Of all fetches together: four donors with two each. More would only share the downlink, until no
+chunk arrives in time on a slow one."""
 
 _ANSWER_BYTES_MAX = 200
 """Of a peer's words that we repeat."""
@@ -116,6 +120,7 @@ class Exchange:
         self._session = session
         self._traffic = traffic
         self._url = url
+        self._slots = asyncio.Semaphore(CHUNKS_IN_FLIGHT_MAX)
 
     async def send(self, peer: str, message: bytes) -> None:
         """Delivers a message into the peer's inbox; returns when it lies there."""
@@ -168,15 +173,36 @@ class Exchange:
         *,
         check: Check = check_payload,
         idle_timeout_s: float = IDLE_TIMEOUT_S,
+        body: Gathering | None = None,
     ) -> Fetched:
         """The `num_bytes` at `path` from several donors at once, checked; else FetchFailed.
 
-        If what they gave together is wrong, each is asked for all of it, one after the other.
+        What `body` has already is not asked for again, and what arrives stays in it. If what came
+        together is wrong, each donor is asked for all of it, one after the other, and `body` is of
+        no more use.
         """
-        if not donors:
+        if not donors and not (body and body.is_whole):
             raise FetchFailed(path, {}, ())
         attempt = _Attempt(self, path, num_bytes, digest, check, idle_timeout_s)
-        return await attempt.run(donors)
+        return await attempt.run(donors, body or Gathering(num_bytes))
+
+    async def gather(
+        self,
+        donors: Sequence[str],
+        path: str,
+        body: Gathering,
+        idle_timeout_s: float = IDLE_TIMEOUT_S,
+    ) -> None:
+        """Fills `body`, unchecked; NotGathered when all donors have failed."""
+
+        async def fetch(
+            donor: str, start: int, place: memoryview, progress: Callable[[], None]
+        ) -> None:
+            await self.fetch_chunk(
+                donor, path, start, len(body.data), place, idle_timeout_s, progress
+            )
+
+        await gather_chunks(donors, body, fetch, self._slots)
 
     async def fetch_chunk(
         self,
@@ -281,44 +307,37 @@ class _Attempt:
         self._reasons: dict[str, str] = {}
         self._liars: list[str] = []
 
-    async def run(self, donors: Sequence[str]) -> Fetched:
-        together = await self._gather(donors)
-        if together is None:
+    async def run(self, donors: Sequence[str], together: Gathering) -> Fetched:
+        if not await self._gather(donors, together):
             raise self._failed()
         if await self._is_good(together):
             return self._fetched(together)
         for donor in dict.fromkeys(donors):
             if donor in self._liars:
                 continue
-            alone = await self._gather([donor])
-            if alone and await self._is_good(alone):
+            alone = Gathering(self._num_bytes)
+            if await self._gather([donor], alone) and await self._is_good(alone):
                 for liar in await asyncio.to_thread(_differing_donors, together, alone):
                     self._accuse(liar)
                 return self._fetched(alone)
         raise self._failed()
 
-    async def _gather(self, donors: Sequence[str]) -> Gathered | None:
+    async def _gather(self, donors: Sequence[str], body: Gathering) -> bool:
         try:
-            return await gather_chunks(donors, self._num_bytes, self._fetch_chunk)
+            await self._exchange.gather(donors, self._path, body, self._idle_timeout_s)
         except NotGathered as error:
             self._reasons |= error.reasons
-            return None
+            return False
+        return True
 
-    async def _fetch_chunk(
-        self, donor: str, start: int, place: memoryview, progress: Callable[[], None]
-    ) -> None:
-        await self._exchange.fetch_chunk(
-            donor, self._path, start, self._num_bytes, place, self._idle_timeout_s, progress
-        )
-
-    async def _is_good(self, gathered: Gathered) -> bool:
+    async def _is_good(self, body: Gathering) -> bool:
         try:
-            await asyncio.to_thread(self._check, gathered.data, self._digest)
+            await asyncio.to_thread(self._check, body.data, self._digest)
         except PeerError as error:
-            givers = set(gathered.donor_of_chunk)
-            if len(givers) == 1:
+            givers = set(body.donors.values())
+            if len(givers) == 1 and KEPT not in givers:
                 self._accuse(*givers)
-                self._reasons[gathered.donor_of_chunk[0]] = str(error)
+                self._reasons[body.donors[0]] = str(error)
             return False
         return True
 
@@ -330,25 +349,22 @@ class _Attempt:
     def _failed(self) -> FetchFailed:
         return FetchFailed(self._path, self._reasons, self._liars)
 
-    def _fetched(self, gathered: Gathered) -> Fetched:
+    def _fetched(self, body: Gathering) -> Fetched:
         by_donor: dict[str, int] = {}
-        for chunk, donor in enumerate(gathered.donor_of_chunk):
-            size = min(CHUNK_BYTES, self._num_bytes - chunk * CHUNK_BYTES)
-            by_donor[donor] = by_donor.get(donor, 0) + size
-        return Fetched(gathered.data, by_donor, tuple(self._liars))
+        for chunk, donor in body.donors.items():
+            span = body.span(chunk)
+            by_donor[donor] = by_donor.get(donor, 0) + span.stop - span.start
+        by_donor.pop(KEPT, None)
+        return Fetched(body.data, by_donor, tuple(self._liars))
 
 
-def _differing_donors(suspect: Gathered, good: Gathered) -> list[str]:
+def _differing_donors(suspect: Gathering, good: Gathering) -> list[str]:
     """Who sent a chunk that is not the good one."""
     return [
         donor
-        for chunk, donor in enumerate(suspect.donor_of_chunk)
-        if suspect.data[(part := _part(chunk))] != good.data[part]
+        for chunk, donor in sorted(suspect.donors.items())
+        if donor != KEPT and suspect.data[(part := suspect.span(chunk))] != good.data[part]
     ]
-
-
-def _part(chunk: int) -> slice:
-    return slice(chunk * CHUNK_BYTES, (chunk + 1) * CHUNK_BYTES)
 
 
 @asynccontextmanager

@@ -2,12 +2,14 @@
 
 Each donor has two chunks under way, which hides its latency. A donor that fails passes its chunk
 on to the others; a chunk that a slow donor still holds when nothing else is left to do is asked for
-a second time by a faster one. Nothing here knows HTTP: a `FetchChunk` gets the bytes.
+a second time by a faster one. What has arrived lies in a `Gathering`, which outlives the fetch:
+when all donors have failed, the next fetch asks for the rest only. Nothing here knows HTTP: a
+`FetchChunk` gets the bytes.
 """
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,12 +40,39 @@ FetchChunk = Callable[[str, int, memoryview, Callable[[], None]], Coroutine[Any,
 another try, PeerError where this donor is of no use."""
 
 
-@dataclass(frozen=True, slots=True)
-class Gathered:
-    """All bytes, unchecked, and who sent which chunk."""
+KEPT = ""
+"""In place of a donor: the chunk was here before."""
 
-    data: bytearray
-    donor_of_chunk: tuple[str, ...]
+
+class Gathering:
+    """A body as it comes together, unchecked: its bytes, and who sent which chunk."""
+
+    def __init__(self, num_bytes: int) -> None:
+        assert num_bytes > 0
+        self.data = bytearray(num_bytes)
+        self.num_chunks = -(-num_bytes // CHUNK_BYTES)
+        self.donors: dict[int, str] = {}
+        self.on_chunk: Callable[[int], None] = lambda chunk: None
+        """Told of each chunk that has arrived; its bytes do not change any more."""
+
+    def span(self, chunk: int) -> slice:
+        """Where a chunk lies in `data`."""
+        return slice(chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, len(self.data)))
+
+    def add_kept(self, spans: Iterable[tuple[int, int]]) -> None:
+        """Takes chunks at (offset, bytes) as arrived: they were put into `data`."""
+        for offset, size in spans:
+            span = self.span(offset // CHUNK_BYTES)
+            if (span.start, span.stop) == (offset, offset + size):
+                self.donors[offset // CHUNK_BYTES] = KEPT
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.donors) == self.num_chunks
+
+    @property
+    def num_bytes_here(self) -> int:
+        return sum(span.stop - span.start for span in map(self.span, self.donors))
 
 
 class NotGathered(Exception):
@@ -54,11 +83,19 @@ class NotGathered(Exception):
         self.reasons = reasons
 
 
-async def gather_chunks(donors: Sequence[str], num_bytes: int, fetch_chunk: FetchChunk) -> Gathered:
-    """Gets `num_bytes` from `donors`, the first ones first; NotGathered when all have failed."""
-    download = _Download(donors, num_bytes, fetch_chunk)
-    await download.run()
-    return download.result()
+async def gather_chunks(
+    donors: Sequence[str],
+    body: Gathering,
+    fetch_chunk: FetchChunk,
+    slots: asyncio.Semaphore | None = None,
+) -> None:
+    """Gets what `body` lacks from `donors`, the first ones first; NotGathered when all have failed.
+
+    Each chunk under way takes one of `slots`, which several fetches share.
+    """
+    if not body.is_whole:
+        slots = slots or asyncio.Semaphore(ACTIVE_DONORS_MAX * WORKERS_PER_DONOR)
+        await _Download(donors, body, fetch_chunk, slots).run()
 
 
 @dataclass(slots=True)
@@ -71,14 +108,18 @@ class _UnderWay:
 
 
 class _Download:
-    def __init__(self, donors: Sequence[str], num_bytes: int, fetch_chunk: FetchChunk) -> None:
-        assert num_bytes > 0
+    def __init__(
+        self,
+        donors: Sequence[str],
+        body: Gathering,
+        fetch_chunk: FetchChunk,
+        slots: asyncio.Semaphore,
+    ) -> None:
         self._fetch_chunk = fetch_chunk
-        self._data = bytearray(num_bytes)
-        self._num_chunks = -(-num_bytes // CHUNK_BYTES)
-        self._pending = deque(range(self._num_chunks))
+        self._body = body
+        self._slots = slots
+        self._pending = deque(c for c in range(body.num_chunks) if c not in body.donors)
         self._under_way: dict[int, _UnderWay] = {}
-        self._done: dict[int, str] = {}
         self._reserve = deque(dict.fromkeys(donors))
         self._failures: Counter[str] = Counter()
         self._reasons: dict[str, str] = {}
@@ -92,11 +133,8 @@ class _Download:
         async with asyncio.TaskGroup() as group:
             for _ in range(ACTIVE_DONORS_MAX):
                 self._start_next_donor(group)
-        if len(self._done) < self._num_chunks:
+        if not self._body.is_whole:
             raise NotGathered(self._reasons)
-
-    def result(self) -> Gathered:
-        return Gathered(self._data, tuple(self._done[i] for i in range(self._num_chunks)))
 
     def _start_next_donor(self, group: asyncio.TaskGroup) -> None:
         if self._reserve:
@@ -107,14 +145,16 @@ class _Download:
                 )
 
     async def _work(self, donor: str, group: asyncio.TaskGroup) -> None:
-        while len(self._done) < self._num_chunks:
+        while not self._body.is_whole:
             if self._failures[donor] >= FAILURES_MAX:
                 self._give_up(donor, group)
                 return
-            chunk = self._choose(donor)
+            async with self._slots:
+                chunk = self._choose(donor)
+                arrived = chunk is not None and await self._fetch(donor, chunk)
             if chunk is None:
                 await self._wait_for_change()
-            elif not await self._fetch(donor, chunk):
+            elif not arrived:
                 await asyncio.sleep(RETRY_PAUSE_S)
         for worker in self._workers:  # what they still fetch is here already
             if worker is not asyncio.current_task():
@@ -157,22 +197,22 @@ class _Download:
         def progress() -> None:
             under_way.progress_at = self._now()
 
-        start = chunk * CHUNK_BYTES
-        stop = min(start + CHUNK_BYTES, len(self._data))
-        received = bytearray(stop - start)  # its own: two donors may be at the same chunk
+        span = self._body.span(chunk)
+        received = bytearray(span.stop - span.start)  # its own: two donors may be at the same chunk
         try:
-            await self._fetch_chunk(donor, start, memoryview(received), progress)
+            await self._fetch_chunk(donor, span.start, memoryview(received), progress)
         except (OSError, PeerError) as error:
             self._note_failure(donor, error)
             self._give_back(donor, chunk)
             return False
         self._failures[donor] = 0
         self._typical_s[donor] = self._now() - started_at
-        if chunk not in self._done:
-            self._data[start:stop] = received
-            self._done[chunk] = donor
+        if chunk not in self._body.donors:
+            self._body.data[span] = received
+            self._body.donors[chunk] = donor
             del self._under_way[chunk]
             self._changed.set()
+            self._body.on_chunk(chunk)
         return True
 
     def _note_failure(self, donor: str, error: Exception) -> None:
@@ -182,7 +222,7 @@ class _Download:
 
     def _give_back(self, donor: str, chunk: int) -> None:
         under_way = self._under_way.get(chunk)
-        if under_way is None or chunk in self._done:
+        if under_way is None or chunk in self._body.donors:
             return
         under_way.donors.remove(donor)
         if not under_way.donors:

@@ -4,15 +4,19 @@ Everything heavy runs in threads of its own: arithmetic and codecs in `worker`, 
 thread each, so nothing here waits on the event loop and nothing needs a lock. What the replica
 holds is replaced on the event loop only, in the order in which the protocol decided it.
 
-When the disk refuses, training goes on: the error is kept for the page, and the next snapshot that
-can be written makes the log whole again.
+Nobody is told of a merge before it is on this node's disk: whoever speaks to others waits for
+`written` first. When the disk refuses, or takes too long, training goes on and the others are told:
+the error is kept for the page, and the next snapshot that can be written makes the log whole again.
+
+Who fetches a state over a slow link is *leased* the snapshot and the merges after it while it
+reads, within bounds; and what has arrived here of somebody else's state is kept until it is whole.
 """
 
 import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,25 +26,30 @@ from p2pdiloco.errors import P2PDilocoError, PeerError, StoreError
 from p2pdiloco.optim.merge import token_weight
 from p2pdiloco.protocol.events import SnapshotInfo
 from p2pdiloco.protocol.lineage import (
+    RECORDS_KEPT,
     Chain,
     Contributor,
     Record,
     Signer,
     check_record,
+    describe,
     unpack_record,
 )
 from p2pdiloco.protocol.naming import PeerId, RoundId
 from p2pdiloco_bootstrap.serving import Body
+from p2pdiloco_daemon.fetch import Gathering
 from p2pdiloco_daemon.replica import (
     Buffer,
     FragmentState,
     Replica,
+    StateDamagedError,
     Vector,
     pack_state,
+    packed_state_bytes,
     payload_digest,
-    unpack_state,
+    require_sound,
 )
-from p2pdiloco_daemon.store import Store, StoredFragment
+from p2pdiloco_daemon.store import PartInfo, Store, StoredFragment, StoredMerge
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -49,6 +58,20 @@ PAYLOADS_IN_MEMORY = 2
 """Newest merge payloads of each fragment that are served without the disk."""
 WRITES_WAITING_MAX = 64
 """Saves that may wait for the disk; more are skipped, and a later snapshot makes up for them."""
+DISK_PATIENCE_S = 1.0
+"""A merge that takes longer to write is told of before it is written: a node that says nothing for
+three seconds counts as dead."""
+
+SLOW = "slow disk"
+
+LEASE_S = 120.0
+"""After its last reader asked for a part of it, an old snapshot is kept for so long: eight chunks
+of 1 MiB share a link of 1 Mbit/s for 67 s."""
+FAR_BEHIND = 8
+"""Merges behind the head that the log has anyhow; whoever reads older ones is leased them too."""
+LEASE_MERGES_MAX = 128
+"""And no older ones than this, since as many merges are kept with them (half a byte per parameter
+each at 4 bits), and the 256 newest records must still lead from there to the head."""
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +110,14 @@ class Payload:
     data: Buffer
 
 
+@dataclass(frozen=True, slots=True)
+class Arriving:
+    """A state that is being fetched, or was when the donors failed or this node died."""
+
+    part: PartInfo
+    body: Gathering
+
+
 class Holdings:
     """`worker` and `disk` have one thread each and are closed by whoever made them."""
 
@@ -105,7 +136,12 @@ class Holdings:
         self._payloads: list[deque[Payload]] = [
             deque(maxlen=PAYLOADS_IN_MEMORY) for _ in range(num)
         ]
+        self._arriving: dict[int, Arriving] = {}
+        self._read_at: list[dict[int, float]] = [{} for _ in range(num)]
+        """Version -> when a reader that is behind last asked for it."""
         self._writes_waiting = 0
+        self._newest_write: Future[None] | None = None
+        self._is_slow = False
         self._store_errors: dict[str, str] = {}
 
     @property
@@ -191,32 +227,105 @@ class Holdings:
             self._hold(state, record, payload)
         return state
 
-    async def load(
-        self, fragment: int, info: SnapshotInfo, packed: Buffer, record: Record | None
+    def load(
+        self, state: FragmentState, vouching: Sequence[Record], following: Sequence[Record]
     ) -> None:
-        """Holds a state that a donor sent; PayloadError unless it is the one announced."""
-        size = self.replica.fragments[fragment].size
-        state = await self.compute(unpack_state, packed, fragment, size, info.state_digest)
+        """Holds a state that was fetched, or read from disk to replace a damaged one.
+
+        `vouching` are the records that lead to it, `following` those that will be applied to it.
+        """
         self.replica.put(state)
-        self._payloads[fragment].clear()
-        packed_record = record.pack() if record else None
-        self._save(_log_name(fragment), self._restart_log, state, packed_record)
+        earlier = {record.version: record.pack() for record in vouching}
+        self._newest_write = self._save(
+            _log_name(state.fragment),
+            self.store.restart_log,
+            state,
+            earlier.pop(state.version, None),
+            earlier,
+            {record.version: record.pack() for record in following},
+        )
+        self.drop_arriving(state.fragment)
 
     def _hold(self, state: FragmentState, record: Record, payload: Buffer) -> None:
+        p = record.fragment
         self.replica.put(state)
-        kept = Payload(record.version, record.payload_digest, payload)
-        self._payloads[record.fragment].append(kept)
-        self._save(_log_name(record.fragment), self._extend_log, state, record.pack(), payload)
+        self._payloads[p].append(Payload(record.version, record.payload_digest, payload))
+        packed = record.pack()
+        self._newest_write = self._save(_log_name(p), self._extend_log, state, packed, payload)
+        leased = self._leased(p, record.version)
+        self._save(_snapshots_name(p), self._snapshot_log, state, packed, leased)
+        arriving = self._arriving.get(p)
+        if arriving and arriving.part.version <= record.version:
+            self.drop_arriving(p)
+
+    async def written(self) -> None:
+        """Returns when the merges that are held are on disk, or the disk has refused them."""
+        if self._newest_write is None or self._newest_write.done() or self._is_slow:
+            return
+        try:
+            async with asyncio.timeout(DISK_PATIENCE_S):
+                await asyncio.shield(asyncio.wrap_future(self._newest_write))
+        except TimeoutError:
+            self._is_slow = True
+            self._store_errors[SLOW] = (
+                f"the disk is too slow: a merge is not written after {DISK_PATIENCE_S:.0f} s"
+            )
+
+    # ---------------------------------------------------------------- states that are arriving
+
+    async def arriving(self, fragment: int, info: SnapshotInfo) -> Gathering:
+        """What is here of a state that is about to be fetched, perhaps nothing; it is kept as it
+        grows.
+        """
+        size = packed_state_bytes(self.replica.fragments[fragment].size)
+        part = PartInfo(info.version, info.state_digest, size)
+        known = self._arriving.get(fragment)
+        if known and known.part == part:
+            return known.body
+        body = Gathering(size)
+        if body.num_chunks > 1:  # else there is nothing to go on with
+            body.on_chunk = lambda chunk: self._keep_chunk(fragment, part, body, chunk)
+            found = await self.on_disk(self._open_part, fragment, part, memoryview(body.data))
+            body.add_kept(found)
+        self._arriving[fragment] = Arriving(part, body)
+        return body
+
+    def drop_arriving(self, fragment: int) -> None:
+        """It is whole, or what has arrived is wrong."""
+        self._arriving.pop(fragment, None)
+        self._save(_part_name(fragment), self.store.drop_part, fragment)
+
+    def begun(self, fragment: int) -> SnapshotInfo | None:
+        """The state of which something is here already. Blocks."""
+        arriving = self._arriving.get(fragment)
+        part = arriving.part if arriving else self.store.part_info(fragment)
+        return SnapshotInfo(part.version, part.state_digest) if part else None
+
+    def _open_part(self, fragment: int, part: PartInfo, place: memoryview) -> list[tuple[int, int]]:
+        try:
+            if self.store.part_info(fragment) == part:
+                return self.store.read_part(fragment, part, place)
+            self.store.begin_part(fragment, part)
+        except StoreError as error:
+            logger.warning("%s", error)
+        return []
+
+    def _keep_chunk(self, fragment: int, part: PartInfo, body: Gathering, chunk: int) -> None:
+        if self._writes_waiting < WRITES_WAITING_MAX // 2:  # a chunk may be fetched again
+            span = body.span(chunk)
+            data = memoryview(body.data)[span]
+            keep = self.store.save_chunk
+            self._save(_part_name(fragment), keep, fragment, part.version, span.start, data)
 
     # ---------------------------------------------------------------- what others may read
 
     def snapshots(self, fragment: int) -> tuple[SnapshotInfo, ...]:
-        """States that can be served: that on disk, which stays a while, or else the newest.
-        Blocks.
+        """States that can be served: those on disk, newest first, which stay a while, or else the
+        one that is held. Blocks.
         """
-        stored = self.store.snapshot_info(fragment)
+        stored = self.store.snapshots(fragment)
         if stored:
-            return (SnapshotInfo(stored.version, stored.state_digest),)
+            return tuple(SnapshotInfo(s.version, s.state_digest) for s in stored)
         held = self.replica.state(fragment)
         return (SnapshotInfo(held.version, held.digest),) if held else ()
 
@@ -225,19 +334,49 @@ class Holdings:
         for kept in self._payloads[fragment]:
             if (kept.version, kept.digest) == (version, digest):
                 return kept.data
+        held = self.replica.state(fragment)
+        if held and version < held.version - FAR_BEHIND:
+            self._note_reader(fragment, version - 1)
         return await self.on_disk(self.store.read_merge, fragment, version, digest)
 
     async def state_body(self, fragment: int, version: int, digest: str) -> Body | None:
         """A packed state to be sent: from disk without a copy, else from memory."""
+        self._note_reader(fragment, version)
         part = await self.on_disk(self.store.state_part, fragment, version, digest)
-        return part or await self.read_state(fragment, version, digest)
+        if part:
+            return part
+        held = await self._held_state(fragment, version, digest)
+        return await self.compute(pack_state, held) if held else None
 
-    async def read_state(self, fragment: int, version: int, digest: str) -> bytes | None:
-        """A packed state, from memory or disk."""
+    async def read_state(self, fragment: int, version: int, digest: str) -> FragmentState | None:
+        """A state that this node has, from memory or disk, checked."""
+        held = await self._held_state(fragment, version, digest)
+        return held or await self.on_disk(self.store.read_state, fragment, version, digest)
+
+    async def _held_state(self, fragment: int, version: int, digest: str) -> FragmentState | None:
         held = self.replica.state(fragment)
-        if held and (held.version, held.digest) == (version, digest):
-            return await self.compute(pack_state, held)
-        return await self.on_disk(self.store.read_state, fragment, version, digest)
+        if held is None or (held.version, held.digest) != (version, digest):
+            return None
+        try:
+            await self.compute(require_sound, held)
+        except StateDamagedError as error:  # told when it is next built upon
+            logger.warning("%s", error)
+            return None
+        return held
+
+    def _note_reader(self, fragment: int, version: int) -> None:
+        """Somebody wants the state of this version, and then the merges after it."""
+        self._read_at[fragment][version] = asyncio.get_running_loop().time()
+
+    def _leased(self, fragment: int, newest: int) -> tuple[int, ...]:
+        """Versions whose states, and the merges after them, are being read; the latest read
+        first.
+        """
+        now, read_at = asyncio.get_running_loop().time(), self._read_at[fragment]
+        for version in list(read_at):
+            if now > read_at[version] + LEASE_S or version < newest - LEASE_MERGES_MAX:
+                del read_at[version]
+        return tuple(sorted(read_at, key=lambda v: (read_at[v], v), reverse=True))
 
     # ---------------------------------------------------------------- disk
 
@@ -262,21 +401,28 @@ class Holdings:
     ) -> Chain:
         chain = _chain_at(stored, run_id, genesis_digest, signer)
         self.replica.put(stored.state)
-        for merge in stored.merges:
-            record = unpack_record(merge.record)
-            check_record(record, run_id, signer)
-            if record.version != chain.version + 1 or record.parent != chain.digest:
-                break
-            state = self.replica.apply(record.fragment, record.version, merge.payload)
-            if state.digest != record.state_digest:
-                logger.warning("fragment %d v%d on disk diverges", record.fragment, record.version)
-                break
-            self.replica.put(state)
-            self._payloads[record.fragment].append(
-                Payload(record.version, record.payload_digest, merge.payload)
-            )
-            chain.append(record)
+        try:
+            for merge in stored.merges:
+                self._replay_merge(chain, merge, run_id, signer)
+        except PeerError as error:
+            p = stored.state.fragment
+            logger.warning("fragment %d: on disk nothing follows v%d: %s", p, chain.version, error)
         return chain
+
+    def _replay_merge(self, chain: Chain, merge: StoredMerge, run_id: str, signer: Signer) -> None:
+        """PeerError if the merge is not one that leads on from the head of the chain."""
+        record = unpack_record(merge.record)
+        check_record(record, run_id, signer)
+        if record.version != chain.version + 1 or record.parent != chain.digest:
+            raise PeerError(f"{describe(record)} is of another lineage")
+        state = self.replica.apply(record.fragment, record.version, merge.payload)
+        if state.digest != record.state_digest:
+            raise PeerError(f"{describe(record)} leads to another state than its record says")
+        self.replica.put(state)
+        self._payloads[record.fragment].append(
+            Payload(record.version, record.payload_digest, merge.payload)
+        )
+        chain.append(record)
 
     def save_json(self, name: str, value: Mapping[str, Any]) -> None:
         self._save(name, self.store.save_json, name, dict(value))
@@ -296,28 +442,30 @@ class Holdings:
                 return {PeerId(p): tuple(map(str, each)) for p, each in lists.items()}
         return {}
 
-    def _restart_log(self, state: FragmentState, record: bytes | None) -> None:
-        self.store.rewind(state.fragment, -1)
-        self.store.save_snapshot(state, record)
-
     def _extend_log(self, state: FragmentState, record: bytes, payload: Buffer) -> None:
         self.store.save_merge(state.fragment, state.version, payload, record)
+
+    def _snapshot_log(self, state: FragmentState, record: bytes, leased: Sequence[int]) -> None:
         if self.store.wants_snapshot(state.fragment, state.version):
-            self.store.save_snapshot(state, record)
+            self.store.save_snapshot(state, record, leased)
 
     async def measure_disk(self, directory: Path) -> None:
         """Brings `bytes_on_disk` up to date."""
         self.bytes_on_disk = await self.on_disk(_bytes_below, directory)
 
-    def _save(self, what: str, call: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Saves in the background, in order; a failure is kept for the page."""
+    def _save(
+        self, what: str, call: Callable[P, None], *args: P.args, **kwargs: P.kwargs
+    ) -> Future[None] | None:
+        """Saves in the background, in order; a failure is kept for the page, not raised. None if
+        too much is waiting already.
+        """
         if self._writes_waiting >= WRITES_WAITING_MAX:
             waiting = f"the disk is too slow: {self._writes_waiting} writes are waiting"
             self._store_errors[what] = waiting
-            return
+            return None
         self._writes_waiting += 1
         loop = asyncio.get_running_loop()
-        self._disk.submit(self._write, loop, what, lambda: call(*args, **kwargs))
+        return self._disk.submit(self._write, loop, what, lambda: call(*args, **kwargs))
 
     def _write(self, loop: asyncio.AbstractEventLoop, what: str, call: Callable[[], None]) -> None:
         error = None
@@ -332,6 +480,9 @@ class Holdings:
 
     def _written(self, now: float, what: str, error: str | None) -> None:
         self._writes_waiting -= 1
+        if not self._writes_waiting:
+            self._is_slow = False
+            self._store_errors.pop(SLOW, None)
         if error is None:
             self._store_errors.pop(what, None)
             self.saved_at = now
@@ -343,6 +494,14 @@ class Holdings:
 
 def _log_name(fragment: int) -> str:
     return f"log of fragment {fragment}"
+
+
+def _snapshots_name(fragment: int) -> str:
+    return f"snapshots of fragment {fragment}"
+
+
+def _part_name(fragment: int) -> str:
+    return f"arriving state of fragment {fragment}"
 
 
 def _bytes_below(directory: Path) -> int:
@@ -363,19 +522,21 @@ def _chain_at(stored: StoredFragment, run_id: str, genesis_digest: str, signer: 
     check_record(record, run_id, signer)
     if record.state_digest != stored.state.digest:
         raise PeerError(f"its snapshot of v{record.version} is not what the record says")
-    lineage = [unpack_record(earlier) for earlier in stored.earlier]
-    lineage = [*_connected_to(record, lineage), record]
+    lineage = _connected_to(record, stored.earlier)
     return Chain(lineage[0].version - 1, lineage[0].parent, lineage)
 
 
-def _connected_to(record: Record, earlier: Sequence[Record]) -> list[Record]:
-    """The newest of `earlier` that lead to `record` without a break, oldest first.
+def _connected_to(record: Record, earlier: Sequence[bytes]) -> list[Record]:
+    """The newest of `earlier` that lead to `record` without a break, and `record`, oldest first.
 
-    They tell what became of tokens that were merged after the ledger was last saved.
+    They tell what became of tokens that were merged after the ledger was last saved, and where
+    another lineage leaves ours.
     """
     connected = [record]
-    for before in reversed(earlier):
-        if before.digest != connected[0].parent:
-            break
-        connected.insert(0, before)
-    return connected[:-1]
+    with suppress(PeerError):  # what does not read ends the chain as well
+        for packed in reversed(earlier[-(RECORDS_KEPT - 1) :]):
+            before = unpack_record(packed)
+            if before.digest != connected[-1].parent:
+                break
+            connected.append(before)
+    return connected[::-1]

@@ -21,8 +21,16 @@ from p2pdiloco.protocol.node import Node
 from p2pdiloco_bootstrap.shelf import Contribution, RecordsPage, merge_path, state_path
 from p2pdiloco_daemon import learner as learners
 from p2pdiloco_daemon.exchange import Check, Exchange, FetchFailed, check_payload
+from p2pdiloco_daemon.fetch import Gathering
 from p2pdiloco_daemon.holdings import Holdings
-from p2pdiloco_daemon.replica import Buffer, Vector, packed_state_bytes, unpack_state
+from p2pdiloco_daemon.replica import (
+    Buffer,
+    FragmentState,
+    StateDamagedError,
+    Vector,
+    packed_state_bytes,
+    unpack_state,
+)
 
 INBOX_MAX = 512
 """Messages of peers that may wait; more are answered with 503. Our own events always find room:
@@ -32,7 +40,7 @@ SENDS_PER_PEER_MAX = 16
 repeats, and holds nobody up."""
 NOTES_KEPT = 200
 SNAPSHOTS_MAX = 8
-"""Offered for one fragment by one donor; ours offer one."""
+"""Offered for one fragment by one donor; ours offer four at most."""
 
 Expected = (OSError, TimeoutError, P2PDilocoError)
 """What a network, a peer or a disk may do to an errand."""
@@ -156,6 +164,7 @@ class NodeShell:
                 round_id, taken.values, taken.steps, taken.tokens
             )
         except P2PDilocoError as error:
+            self._tell_damage(error)
             self.post(events.ContributionFailed(round_id, str(error)))
         else:
             self.post(events.ContributionPrepared(round_id, taken.steps, taken.tokens, num_bytes))
@@ -207,6 +216,7 @@ class NodeShell:
 
     async def _deliver(self, peer: PeerId, body: bytes) -> None:
         try:
+            await self._holdings.written()  # what it says of merges must outlive this process
             await self._exchange.send(peer, body)
         except Expected as error:
             logger.debug("a message to %s did not arrive: %s", peer, error)
@@ -243,6 +253,7 @@ class NodeShell:
         except PeerError as error:
             self.post(events.PullFailed(round_id, peer, str(error), hostile=True))
         except Expected as error:
+            self._tell_damage(error)
             self.post(events.PullFailed(round_id, peer, _why(error)))
         else:
             self.post(events.ContributionPulled(round_id, peer, got.steps, got.tokens))
@@ -267,6 +278,7 @@ class NodeShell:
         try:
             merge = await self._holdings.merge(action.round, action.parts)
         except P2PDilocoError as error:
+            self._tell_damage(error)
             self.post(events.MergeFailed(action.round, str(error)))
         else:
             self.post(
@@ -279,12 +291,21 @@ class NodeShell:
 
     async def _fetch_records(self, peer: PeerId, fragment: int, after_version: int) -> None:
         try:
-            page = await self._exchange.records(peer, fragment, after_version)
-            records, snapshots = unpack_page(page)
+            records, snapshots = await self._records_of(peer, fragment, after_version)
+            begun = await self._holdings.on_disk(self._holdings.begun, fragment)
         except Expected as error:
             self.post(events.RecordsFailed(peer, fragment, _why(error)))
         else:
-            self.post(events.RecordsFetched(peer, fragment, records, snapshots))
+            self.post(events.RecordsFetched(peer, fragment, records, snapshots, begun))
+
+    async def _records_of(
+        self, peer: PeerId, fragment: int, after_version: int
+    ) -> tuple[tuple[Record, ...], tuple[events.SnapshotInfo, ...]]:
+        """Of a donor, or of ourselves."""
+        if peer == self.node.state.me:
+            snapshots = await self._holdings.on_disk(self._holdings.snapshots, fragment)
+            return self.node.records_after(fragment, after_version), snapshots
+        return unpack_page(await self._exchange.records(peer, fragment, after_version))
 
     async def _catch_up(self, action: actions.CatchUp) -> None:
         try:
@@ -292,6 +313,7 @@ class NodeShell:
             for record in action.records:
                 await self._apply(action, record)
         except Expected as error:
+            self._tell_damage(error)
             self.post(
                 events.CatchUpFailed(
                     action.fragment, _why(error), diverged=isinstance(error, DivergedError)
@@ -302,30 +324,61 @@ class NodeShell:
         info, p = action.snapshot, action.fragment
         if info is None:
             return
-        packed: Buffer | None = await self._holdings.read_state(p, info.version, info.state_digest)
-        if packed is None:
-            size = self._holdings.replica.fragments[p].size
-            packed = await self._fetch(
-                action.donors,
-                state_path(p, info.version, info.state_digest),
-                packed_state_bytes(size),
-                info.state_digest,
-                lambda data, digest: unpack_state(data, p, size, digest),
-            )
-        await self._holdings.load(p, info, packed, action.snapshot_record)
+        state = await self._holdings.read_state(p, info.version, info.state_digest)
+        if state is None:
+            state = await self._fetch_state(p, info, action.donors)
+        self._holdings.load(state, action.vouching, action.records)
         self.post(events.StateReached(p, info.version, info.state_digest, None))
 
+    async def _fetch_state(
+        self, fragment: int, info: events.SnapshotInfo, donors: Sequence[str]
+    ) -> FragmentState:
+        """What an earlier try got of it is not fetched again."""
+        size = self._holdings.replica.fragments[fragment].size
+        body = await self._holdings.arriving(fragment, info)
+        checked: list[FragmentState] = []
+        try:
+            await self._fetch(
+                donors,
+                state_path(fragment, info.version, info.state_digest),
+                packed_state_bytes(size),
+                info.state_digest,
+                lambda data, digest: checked.append(unpack_state(data, fragment, size, digest)),
+                body,
+            )
+        except FetchFailed:
+            if body.is_whole:  # and wrong
+                self._holdings.drop_arriving(fragment)
+            raise
+        return checked[-1]
+
     async def _fetch(
-        self, donors: Sequence[str], path: str, num_bytes: int, digest: str, check: Check
+        self,
+        donors: Sequence[str],
+        path: str,
+        num_bytes: int,
+        digest: str,
+        check: Check,
+        body: Gathering | None = None,
     ) -> bytearray:
         """From several donors; who sent wrong bytes is held to account."""
         try:
-            fetched = await self._exchange.fetch(donors, path, num_bytes, digest, check=check)
+            fetched = await self._exchange.fetch(
+                donors, path, num_bytes, digest, check=check, body=body
+            )
         except FetchFailed as error:
             self._accuse(error.liars)
             raise
         self._accuse(fetched.liars)
         return fetched.data
+
+    def _tell_damage(self, error: BaseException) -> None:
+        """Only of a state that we hold still: what was replaced meanwhile harms nobody."""
+        if isinstance(error, StateDamagedError):
+            damaged = error.state
+            logger.warning("%s", error)
+            if self._holdings.replica.state(damaged.fragment) is damaged:
+                self.post(events.StateDamaged(damaged.fragment, damaged.version))
 
     def _accuse(self, liars: Sequence[str]) -> None:
         for liar in liars:

@@ -44,6 +44,17 @@ _HEADER = struct.Struct("<4sIQQ")
 """Magic, fragment, version, number of values; then anchor and momentum, float32 each."""
 
 
+class StateDamagedError(P2PDilocoError):
+    """Memory has changed under a state that nobody wrote to: its bytes are not its digest's."""
+
+    def __init__(self, state: "FragmentState") -> None:
+        super().__init__(
+            f"fragment {state.fragment} v{state.version} was damaged in memory: its bytes no "
+            f"longer give its digest {state.digest[:8]}"
+        )
+        self.state = state
+
+
 class StaleBaseError(P2PDilocoError):
     """The replica holds another version than the caller counted on; ask for the newest again."""
 
@@ -104,10 +115,10 @@ class Replica:
         """The learner's contribution: anchor - local, encoded.
 
         `local` float32[size] started from `base_version`. StaleBaseError if another version is
-        held; PayloadError if the learner's values are not finite, or all the anchor's: others would
-        refuse that.
+        held, StateDamagedError if it is not what it was; PayloadError if the learner's values are
+        not finite, or all the anchor's: others would refuse that.
         """
-        anchor = self._held(fragment, base_version).anchor
+        anchor = self._base(fragment, base_version).anchor
         assert local.shape == anchor.shape and local.dtype == np.float32
         with np.errstate(over="ignore"):  # encode refuses what overflows
             delta = anchor - local
@@ -142,10 +153,11 @@ class Replica:
     def apply(self, fragment: int, version: int, payload: Buffer) -> FragmentState:
         """The state that the merge payload makes of the held one; the caller decides to `put` it.
 
-        StaleBaseError unless version - 1 is held. PayloadError if the payload does not decode, is
-        longer than any merge of admitted contributions, or leads to values that are not finite.
+        StaleBaseError unless version - 1 is held, StateDamagedError if it is not what it was.
+        PayloadError if the payload does not decode, is longer than any merge of admitted
+        contributions, or leads to values that are not finite.
         """
-        base = self._held(fragment, version - 1)
+        base = self._base(fragment, version - 1)
         delta = decode(payload, self.fragments[fragment].size, self._wire)
         self._check_length(norm(delta) / 2, base)  # quantizing twice may lengthen it
         anchor, momentum = nesterov_step(
@@ -160,18 +172,21 @@ class Replica:
             raise StaleBaseError(f"fragment {fragment} is not held yet; fetch its state first")
         return state
 
-    def _held(self, fragment: int, version: int) -> FragmentState:
+    def _base(self, fragment: int, version: int) -> FragmentState:
+        """The held state, hashed anew: on what was damaged since, everybody would build."""
         state = self._newest(fragment)
         if state.version != version:
             raise StaleBaseError(
                 f"fragment {fragment} is held at version {state.version}, not {version}"
             )
+        require_sound(state)
         return state
 
     def _check_length(self, length: float, state: FragmentState) -> None:
         floor = ANCHOR_RMS_MIN * state.anchor.size**0.5
         longest = self._norm_ratio_max * max(norm(state.anchor), floor)
         if not length <= longest:
+            require_sound(state)  # else the fault is ours
             raise PayloadError(
                 f"an outer gradient of fragment {state.fragment} with norm {length:.3g}; "
                 f"at most {longest:.3g} is plausible"
@@ -197,6 +212,12 @@ def state_digest(fragment: int, version: int, anchor: Vector, momentum: Vector) 
     hasher.update(anchor.data)
     hasher.update(momentum.data)
     return hasher.hexdigest()
+
+
+def require_sound(state: FragmentState) -> None:
+    """StateDamagedError unless the arrays are those that were digested."""
+    if state_digest(state.fragment, state.version, state.anchor, state.momentum) != state.digest:
+        raise StateDamagedError(state)
 
 
 def payload_digest(payload: Buffer) -> str:

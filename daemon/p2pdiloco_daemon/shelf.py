@@ -19,11 +19,14 @@ class NodeShelf:
         return self._signed_spec
 
     async def records(self, fragment: int, since: int) -> RecordsPage | None:
-        """The newest records, far enough back to vouch for the snapshot on offer."""
+        """The newest records, far enough back to vouch for the newest snapshot on offer; older
+        ones are for those who begin further back anyhow.
+        """
         if not self._knows(fragment):
             return None
         snapshots = await self._holdings.on_disk(self._holdings.snapshots, fragment)
-        oldest = min([since, *(snapshot.version - 1 for snapshot in snapshots)])
+        oldest = min([since, *(snapshot.version - 1 for snapshot in snapshots[:1])])
+        await self._holdings.written()
         records = self._node.records_after(fragment, oldest)
         return RecordsPage(
             tuple(record.pack() for record in records),

@@ -4,12 +4,18 @@
     DIR/NAME.json                      small things of the node: the ledger, ...
     DIR/fragments/P/VERSION.snapshot   a packed state and the merge record that made it
     DIR/fragments/P/VERSION.merge      a merge payload and its record
+    DIR/fragments/P/records            the newest records whose merges are gone
+    DIR/fragments/P/VERSION.part, VERSION.chunks   a state of which not all has arrived
 
 Restart and join are the same thing: take the newest snapshot that reads, apply the merges after it.
 A file appears whole or not at all (written beside its place, synced, renamed). A file that was
 damaged later is noticed by its digests and skipped with a warning: the next older snapshot and a
 longer replay give the same state. Only merges after the oldest kept snapshot are kept, so the disk
-stays bounded.
+stays bounded: 2 snapshots and the merges since, beside what `leased` readers still want.
+
+The exception is a state being fetched, which must survive a crash but is of no use half: each chunk
+is written into its place, then its digest is noted; what was noted and does not read is fetched
+again.
 
 All calls block; the shell makes them in a thread. Records are opaque bytes here.
 """
@@ -20,7 +26,7 @@ import json
 import logging
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from errno import EDQUOT, ENOSPC
@@ -29,6 +35,7 @@ from types import TracebackType
 from typing import BinaryIO, Self, TypeAlias
 
 from p2pdiloco.errors import P2PDilocoError, StoreError, UserError
+from p2pdiloco.protocol.lineage import RECORDS_KEPT
 from p2pdiloco_bootstrap.serving import FilePart
 from p2pdiloco_daemon.replica import (
     Buffer,
@@ -43,6 +50,9 @@ logger = logging.getLogger(__name__)
 
 Json: TypeAlias = "dict[str, Json] | list[Json] | str | int | float | bool | None"
 
+LEASED_MAX = 2
+"""Old snapshots of a fragment kept for readers: 8 bytes per parameter each, as the other two."""
+
 RECORD_BYTES_MAX = 1 << 20
 """A merge record is a few kilobytes; a header that announces more is damaged."""
 
@@ -53,6 +63,13 @@ snapshot the state digest). A blake2b-256 over header and record follows, then t
 body.
 """
 _CHECKSUM_BYTES = 32
+_RECORD_HEAD = struct.Struct("<QI")
+"""In the body of `records`: version and bytes of the record that follows."""
+_PART_HEAD = struct.Struct("<4sQ32s")
+"""Begins VERSION.chunks: magic, bytes of the whole, digest of the state."""
+_PART_MAGIC = b"PDP1"
+_CHUNK_NOTE = struct.Struct("<QI16s")
+"""Follows for each chunk: its offset, its bytes, its digest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +90,8 @@ class StoredFragment:
     """Of the merge that made `state`; None at genesis."""
     merges: tuple[StoredMerge, ...]
     earlier: tuple[bytes, ...] = ()
-    """Records of the kept merges that led to `record`, oldest first, without gap; not `record`."""
+    """Records below `record`, oldest first, one for each version; not `record`. The caller checks
+    that they lead to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +101,15 @@ class SnapshotInfo:
     version: int
     state_digest: str
     record: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class PartInfo:
+    """A state of which something has arrived."""
+
+    version: int
+    state_digest: str
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,14 +180,49 @@ class Store:
     ) -> None:
         self.close()
 
-    def save_snapshot(self, state: FragmentState, record: bytes | None) -> None:
-        """Keep a state and the record that made it; then drop what is older than needed."""
-        path = self._path(state.fragment, state.version, "snapshot")
-        parts = state_parts(state)
-        _write(
-            path, _head(state.fragment, state.version, record or b"", parts, state.digest), parts
-        )
-        self._drop_old(state.fragment)
+    def save_snapshot(
+        self, state: FragmentState, record: bytes | None, leased: Sequence[int] = ()
+    ) -> None:
+        """Keep a state and the record that made it; then drop what is older than needed.
+
+        Of `leased` versions the merges after them stay, and of the first ones the snapshots.
+        """
+        self._write_snapshot(state, record)
+        self._drop_old(state.fragment, leased)
+
+    def restart_log(
+        self,
+        state: FragmentState,
+        record: bytes | None,
+        earlier: Mapping[int, bytes],
+        following: Mapping[int, bytes],
+    ) -> None:
+        """Begin the log anew at this state: another lineage has won, or the own state was damaged.
+
+        Of what is here, what lies on the lineage stays: records below those of `earlier`, and
+        merges that `following` has the records of, by version. At no moment would a crash leave
+        less than what was there before or what is to be there.
+        """
+        p = state.fragment
+        older = {v: r for v, r in self._records(p).items() if v < min(earlier, default=0)}
+        self._save_records(p, older | dict(earlier))
+        kept = self._entry(p, state.version, "snapshot")
+        if kept is None or kept.digest != state.digest or kept.record != (record or b""):
+            self._write_snapshot(state, record)
+        with _disk(self._fragments[p]):
+            for version in reversed(self._versions(p, "snapshot")):
+                if version != state.version:
+                    self._path(p, version, "snapshot").unlink()
+            for version in self._versions(p, "merge"):
+                merge = self._entry(p, version, "merge")
+                wanted = following.get(version)
+                if merge is None or version <= state.version or merge.record != wanted:
+                    self._path(p, version, "merge").unlink()
+
+    def _write_snapshot(self, state: FragmentState, record: bytes | None) -> None:
+        path, parts = self._path(state.fragment, state.version, "snapshot"), state_parts(state)
+        head = _head(state.fragment, state.version, record or b"", parts, state.digest)
+        _write(path, head, parts)
 
     def save_merge(self, fragment: int, version: int, payload: Buffer, record: bytes) -> None:
         """Keep a committed merge."""
@@ -169,11 +231,15 @@ class Store:
         _write(path, head, [payload])
 
     def wants_snapshot(self, fragment: int, version: int) -> bool:
-        """Whether `snapshot_every` merges have passed since the newest snapshot, or there is
-        none.
+        """At every `snapshot_every`-th version, which are then the same ones at all donors; or when
+        the newest snapshot is older than that, or a merge after it is missing.
         """
         newest = self._versions(fragment, "snapshot")[-1:]
-        return not newest or version - newest[0] >= self._snapshot_every
+        if not newest or version % self._snapshot_every == 0:
+            return True
+        since = version - newest[0]
+        merges = [v for v in self._versions(fragment, "merge") if newest[0] < v <= version]
+        return since >= self._snapshot_every or len(merges) < since
 
     def load(self, fragment: int) -> StoredFragment | None:
         """The newest snapshot that reads and the merges after it; None if there is none.
@@ -189,25 +255,20 @@ class Store:
                 return StoredFragment(state, entry.record or None, merges, earlier)
         return None
 
-    def snapshot_info(self, fragment: int) -> SnapshotInfo | None:
-        """The newest snapshot whose head reads."""
-        for version in reversed(self._versions(fragment, "snapshot")):
-            if entry := self._entry(fragment, version, "snapshot"):
-                return SnapshotInfo(version, entry.digest, entry.record or None)
-        return None
+    def snapshots(self, fragment: int) -> list[SnapshotInfo]:
+        """The snapshots whose heads read, newest first."""
+        return [
+            SnapshotInfo(version, entry.digest, entry.record or None)
+            for version in reversed(self._versions(fragment, "snapshot"))
+            if (entry := self._entry(fragment, version, "snapshot"))
+        ]
 
-    def records_since(self, fragment: int, version: int) -> list[bytes]:
-        """The records of the kept merges from `version` + 1 on, without gap; none if that one is
-        not kept."""
-        return [entry.record for entry in self._merge_entries(fragment, version)]
-
-    def read_state(self, fragment: int, version: int, digest: str) -> bytes | None:
-        """A kept state, packed; None if that one is not here or is damaged."""
+    def read_state(self, fragment: int, version: int, digest: str) -> FragmentState | None:
+        """A kept state; None if that one is not here or is damaged."""
         entry = self._entry(fragment, version, "snapshot")
         if entry is None or entry.digest != digest:
             return None
-        body = _read_body(entry)
-        return body if body and self._unpack(fragment, entry, body) else None
+        return self._state(fragment, entry)
 
     def state_part(self, fragment: int, version: int, digest: str) -> FilePart | None:
         """Where a kept state lies, packed; None if that one is not here or is damaged. Reads all of
@@ -227,15 +288,70 @@ class Store:
         entry = self._entry(fragment, version, "merge")
         return self._payload(entry) if entry and entry.digest == digest else None
 
-    def rewind(self, fragment: int, version: int) -> None:
-        """Forget snapshots and merges above `version`: another lineage has won. Its state follows
-        by `save_snapshot`; after a crash in between it must be fetched again.
+    # ---------------------------------------------------------------- a state that is arriving
+
+    def begin_part(self, fragment: int, part: PartInfo) -> None:
+        """Keep chunks of this state from now on, and of no other state of the fragment."""
+        self.drop_part(fragment)
+        notes = self._path(fragment, part.version, "chunks")
+        digest = bytes.fromhex(part.state_digest)
+        with _disk(notes):
+            self._path(fragment, part.version, "part").touch()
+            notes.write_bytes(_PART_HEAD.pack(_PART_MAGIC, part.num_bytes, digest))
+
+    def save_chunk(self, fragment: int, version: int, offset: int, chunk: Buffer) -> None:
+        """Keep a chunk of the state that was begun. Not synced: a power cut costs a second fetch
+        of what did not get there.
         """
+        body = self._path(fragment, version, "part")
+        note = _CHUNK_NOTE.pack(offset, len(chunk), _chunk_digest(chunk))
+        with _disk(body):
+            with body.open("r+b") as file:
+                file.seek(offset)
+                file.write(chunk)
+            with self._path(fragment, version, "chunks").open("ab") as file:
+                file.write(note)
+
+    def part_info(self, fragment: int) -> PartInfo | None:
+        """Of which state something is kept."""
+        for version in reversed(self._versions(fragment, "chunks")):
+            notes = _read_file(self._path(fragment, version, "chunks"))
+            if notes and len(notes) >= _PART_HEAD.size:
+                magic, num_bytes, digest = _PART_HEAD.unpack_from(notes)
+                if magic == _PART_MAGIC:
+                    return PartInfo(version, digest.hex(), num_bytes)
+        return None
+
+    def read_part(self, fragment: int, part: PartInfo, place: memoryview) -> list[tuple[int, int]]:
+        """Put what is kept of the state into its place; returns (offset, bytes) of each chunk that
+        is as it was noted.
+        """
+        notes = _read_file(self._path(fragment, part.version, "chunks")) or b""
+        body = self._path(fragment, part.version, "part")
+        found: dict[int, int] = {}
+        whole = (len(notes) - _PART_HEAD.size) // _CHUNK_NOTE.size * _CHUNK_NOTE.size
+        try:
+            with _disk(body), body.open("rb", buffering=0) as file:
+                for note in _CHUNK_NOTE.iter_unpack(notes[_PART_HEAD.size :][: max(0, whole)]):
+                    offset, size, digest = note
+                    if offset + size > len(place):
+                        continue
+                    chunk = place[offset : offset + size]
+                    file.seek(offset)
+                    if file.readinto(chunk) == size and _chunk_digest(chunk) == digest:
+                        found[offset] = size
+        except StoreError as error:
+            logger.warning("%s", error)
+        return sorted(found.items())
+
+    def drop_part(self, fragment: int) -> None:
+        """Forget a state that was begun; the one who reads it has it open still."""
         with _disk(self._fragments[fragment]):
-            for kind in ("merge", "snapshot"):
-                for kept in self._versions(fragment, kind):
-                    if kept > version:
-                        self._path(fragment, kept, kind).unlink()
+            for kind in ("part", "chunks"):
+                for version in self._versions(fragment, kind):
+                    self._path(fragment, version, kind).unlink()
+
+    # ---------------------------------------------------------------- small things
 
     def save_json(self, name: str, value: Json) -> None:
         """Keep a small thing under a name."""
@@ -266,19 +382,49 @@ class Store:
         names = [path.stem for path in self._fragments[fragment].glob(f"*.{kind}")]
         return sorted(int(name) for name in names if name.isdecimal())
 
-    def _drop_old(self, fragment: int) -> None:
+    def _drop_old(self, fragment: int, leased: Sequence[int]) -> None:
         snapshots = self._versions(fragment, "snapshot")
-        kept = snapshots[-self._max_snapshots :]
+        older, newest = snapshots[: -self._max_snapshots], snapshots[-self._max_snapshots :]
+        kept = [*[v for v in leased if v in older][:LEASED_MAX], *newest]
+        oldest = min([*kept, *leased])
+        gone = [v for v in self._versions(fragment, "merge") if v <= oldest]
+        if gone:
+            self._save_records(fragment, self._records(fragment))
         with _disk(self._fragments[fragment]):
-            for version in snapshots[: -self._max_snapshots]:
-                self._path(fragment, version, "snapshot").unlink()
-            for version in self._versions(fragment, "merge"):
-                if version <= kept[0]:
-                    self._path(fragment, version, "merge").unlink()
+            for version in snapshots:
+                if version not in kept:
+                    self._path(fragment, version, "snapshot").unlink()
+            for version in gone:
+                self._path(fragment, version, "merge").unlink()
+
+    def _records(self, fragment: int) -> dict[int, bytes]:
+        """By version, of merges that are here or were."""
+        entry = self._read_entry(self._fragments[fragment] / "records", fragment, 0)
+        body = entry and _read_body(entry)
+        records: dict[int, bytes] = {}
+        if entry and body and payload_digest(body) == entry.digest:
+            place = 0
+            while place < len(body):
+                version, size = _RECORD_HEAD.unpack_from(body, place)
+                place += _RECORD_HEAD.size + size
+                records[version] = body[place - size : place]
+        for version in self._versions(fragment, "merge"):
+            if merge := self._entry(fragment, version, "merge"):
+                records[version] = merge.record
+        return records
+
+    def _save_records(self, fragment: int, records: Mapping[int, bytes]) -> None:
+        newest = sorted(records.items())[-RECORDS_KEPT:]
+        parts = [part for v, r in newest for part in (_RECORD_HEAD.pack(v, len(r)), r)]
+        body = b"".join(parts)
+        head = _head(fragment, 0, b"", [body], payload_digest(body))
+        _write(self._fragments[fragment] / "records", head, [body])
 
     def _entry(self, fragment: int, version: int, kind: str) -> _Entry | None:
         """The head of a file; None, with a warning if it is there, when it cannot be used."""
-        path = self._path(fragment, version, kind)
+        return self._read_entry(self._path(fragment, version, kind), fragment, version)
+
+    def _read_entry(self, path: Path, fragment: int, version: int) -> _Entry | None:
         if not path.exists():
             return None
         try:
@@ -294,10 +440,10 @@ class Store:
             version += 1
 
     def _records_before(self, fragment: int, version: int) -> tuple[bytes, ...]:
-        """Of the merges below `version`, down to the first that is missing or damaged."""
-        records: list[bytes] = []
-        while entry := self._entry(fragment, version - len(records) - 1, "merge"):
-            records.append(entry.record)
+        """Of the versions below, down to the first that is missing or damaged."""
+        known, records = self._records(fragment), list[bytes]()
+        while record := known.get(version - len(records) - 1):
+            records.append(record)
         return tuple(reversed(records))
 
     def _merges_after(self, fragment: int, version: int) -> Iterator[StoredMerge]:
@@ -432,6 +578,20 @@ def _read_body(entry: _Entry) -> bytes | None:
     except StoreError as error:
         logger.warning("%s", error)
         return None
+
+
+def _read_file(path: Path) -> bytes | None:
+    """A small file; None, with a warning, if the disk refuses."""
+    try:
+        with _disk(path):
+            return path.read_bytes()
+    except StoreError as error:
+        logger.warning("%s", error)
+        return None
+
+
+def _chunk_digest(chunk: Buffer) -> bytes:
+    return hashlib.blake2b(chunk, digest_size=16).digest()
 
 
 def _warn(path: Path, what: str) -> None:

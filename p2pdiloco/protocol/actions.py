@@ -78,7 +78,7 @@ class CommitRecord:
 
 @dataclass(frozen=True, slots=True)
 class FetchRecords:
-    """Answer: RecordsFetched or RecordsFailed."""
+    """Answer: RecordsFetched or RecordsFailed. `peer` may be this node: its disk is a donor too."""
 
     peer: PeerId
     fragment: int
@@ -89,7 +89,8 @@ class FetchRecords:
 class CatchUp:
     """Load `snapshot` if there is one, then apply the merges of `records` in order.
 
-    All bytes may come from any of `donors`. `snapshot_record` made the snapshot; None at version 0.
+    All bytes may come from our own disk or any of `donors`. `vouching` are the records that lead to
+    the snapshot, as far as they are known, its own last; none at version 0.
 
     Answer: StateReached for the snapshot and for each record, or CatchUpFailed, after which nothing
     more comes.
@@ -97,9 +98,14 @@ class CatchUp:
 
     fragment: int
     snapshot: SnapshotInfo | None
-    snapshot_record: Record | None
+    vouching: tuple[Record, ...]
     records: tuple[Record, ...]
     donors: tuple[PeerId, ...]
+
+    @property
+    def snapshot_record(self) -> Record | None:
+        """What made the snapshot; None at version 0."""
+        return self.vouching[-1] if self.vouching else None
 
 
 @dataclass(frozen=True, slots=True)

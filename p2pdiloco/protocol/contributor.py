@@ -55,6 +55,8 @@ def _why_not(
         return "not taking part at the moment"
     if not node.cooled_down(sender):
         return "cooling down after wrong bytes"
+    if register.distrusted:
+        return "its own state is being replaced"
     if round_id.version <= chain.version:
         node.tell_head(sender, register)
         return f"already at v{chain.version}"
@@ -138,6 +140,8 @@ def hand_over(node: NodeState, register: Register) -> None:
     steps between.
     """
     assert register.chain
+    if register.distrusted:
+        return
     if node.learner_alive and register.handed != register.chain.digest:
         register.handed = register.chain.digest
         node.do(InstallFragment(register.index, register.version))

@@ -131,12 +131,15 @@ class SnapshotInfo:
 class RecordsFetched:
     """Answers FetchRecords: the donor's newest records, ascending and contiguous, and the states it
     can serve.
+
+    Of the state `begun` something is here already: an earlier catch-up did not get all of it.
     """
 
     peer: PeerId
     fragment: int
     records: tuple[Record, ...]
     snapshots: tuple[SnapshotInfo, ...]
+    begun: SnapshotInfo | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +170,16 @@ class CatchUpFailed:
     fragment: int
     reason: str
     diverged: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StateDamaged:
+    """The state that we hold of this version is no longer what it was: memory went wrong. Comes
+    beside the failure of the action that was to build on it.
+    """
+
+    fragment: int
+    version: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +218,7 @@ Event = (
     | RecordsFailed
     | StateReached
     | CatchUpFailed
+    | StateDamaged
     | WrongBytes
     | SettleAsked
     | LeaveAsked

@@ -100,6 +100,8 @@ class Follower:
         for register in node.registers:
             if register.asked and node.now > register.asked_at + ANSWER_S:
                 self._of_no_use(register, register.asked, "no answer to a question for records")
+            if register.distrusted:
+                self.ask(register, node.me)
             newer = (head.version for head in node.better_heads(register))
             register.newest_seen = max(newer, default=register.version)
 
@@ -148,6 +150,7 @@ class Follower:
                 register.index,
                 replay=register.failures == 0,
                 distrusted=register.distrusted,
+                begun=event.begun,
             )
         except PeerError as error:
             self._of_no_use(register, event.peer, str(error))
@@ -191,11 +194,11 @@ class Follower:
     ) -> None:
         lineage = records if lineage is None else lineage
         target = lineage[-1] if lineage else None
-        made = [r for r in lineage if snapshot and r.version == snapshot.version]
+        vouching = [r for r in lineage if snapshot and r.version <= snapshot.version]
         catch_up = CatchUp(
             fragment=register.index,
             snapshot=snapshot,
-            snapshot_record=made[0] if made else None,
+            vouching=tuple(vouching),
             records=records,
             donors=self._donors(register, source, target),
         )
@@ -220,6 +223,26 @@ class Follower:
         donors = dict.fromkeys([*first, *holders, *node.config.genesis_donors])
         return tuple(d for d in donors if d != node.me)[:DONORS_MAX]
 
+    # ---------------------------------------------------------------- when our own state is wrong
+
+    def state_damaged(self, event: events.StateDamaged) -> None:
+        """Nothing is built upon it any more. Our own disk has what we need, and so have others."""
+        node, register = self.node, self.node.registers[event.fragment]
+        if register.distrusted or register.version != event.version:
+            return
+        register.damaged += 1
+        node.note(
+            f"fragment {register.index} v{register.version} was damaged in memory and is being "
+            f"replaced"
+        )
+        self._distrust(register)
+        self.ask(register, node.me)
+
+    def _distrust(self, register: Register) -> None:
+        """The learner may train on the same wrong values: it will receive the right ones."""
+        register.distrusted, register.handed = True, None
+        self.synchronizer.give_up(register, "this node's own state is being replaced")
+
     # ---------------------------------------------------------------- getting there
 
     def state_reached(self, event: events.StateReached) -> None:
@@ -234,6 +257,7 @@ class Follower:
             node.merges += 1
             contributor.version_reached(node, register)
             remember(node, event.record, None)
+            node.idle.forgive(event.record.synchronizer)
         register.failures = 0
         if event.version == pursuit.target:
             register.pursuit = None
@@ -248,7 +272,8 @@ class Follower:
         genesis = node.config.genesis_digests[register.index]
         register.chain = adopted_chain(before, pursuit.lineage, version, genesis)
         register.fence = (0, 0)
-        register.distrusted = False
+        if register.distrusted:
+            register.distrusted, register.mended_at = False, node.now
         if before and pursuit.lineage:
             first = _first_lost(before, pursuit.lineage)
             if first <= before.version:
@@ -276,8 +301,9 @@ class Follower:
             register.disbelieved = record.digest
             node.refuse("a record of a state that its merge does not lead to", record.synchronizer)
         else:
-            register.distrusted, register.doubted = True, record.digest
+            register.doubted = record.digest
             node.refuse("this node's own state had diverged")
+            self._distrust(register)
 
     def _failed(self, register: Register, source: PeerId, reason: str) -> None:
         register.failures += 1

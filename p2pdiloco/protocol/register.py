@@ -64,7 +64,11 @@ class Register:
     retry_at: float = 0.0
     failures: int = 0
     distrusted: bool = False
-    """Our own state led to another digest than a record's: a snapshot from others mends it."""
+    """Our own state was damaged, or led to another digest than a record's: a snapshot mends it."""
+    damaged: int = 0
+    """How often our own state was found damaged in memory."""
+    mended_at: float | None = None
+    """When it was last replaced after that."""
     doubted: str | None = None
     """Digest of that record. If a state from others leads elsewhere too, the record is wrong."""
     disbelieved: str | None = None

@@ -21,13 +21,16 @@ def plan_catch_up(
     *,
     replay: bool = True,
     distrusted: bool = False,
+    begun: SnapshotInfo | None = None,
 ) -> Plan | None:
     """None when the donor has nothing newer. `records` are checked, contiguous and ascending.
 
     A node that stands on the donor's lineage replays merges, which are a tenth of a state. One that
     does not, or holds nothing, or found that the payloads are gone (`replay` is False), or that its
     own state is `distrusted`, loads the newest snapshot whose digest a record of that lineage (or
-    the run spec, for version 0) vouches for. Raises PeerError if there is none.
+    the run spec, for version 0) vouches for; or rather the one that was `begun`, as long as it is
+    on offer: over a slow link a newer one would be begun for ever. Raises PeerError if there is
+    none.
     """
     weight = records[-1].weight if records else (0, 0)
     if chain and (weight < chain.weight or (weight == chain.weight and not distrusted)):
@@ -45,8 +48,8 @@ def plan_catch_up(
             f"fragment {fragment}: the donor offers no snapshot that its {len(records)} records "
             f"or the run spec vouch for"
         )
-    newest = max(vouched, key=lambda s: s.version)
-    return newest, tuple(r for r in records if r.version > newest.version)
+    chosen = max(vouched, key=lambda s: (s == begun, s.version))
+    return chosen, tuple(r for r in records if r.version > chosen.version)
 
 
 def _vouched(snapshot: SnapshotInfo, records: Sequence[Record], genesis_digest: str) -> bool:

@@ -107,6 +107,7 @@ class Checkers:
         self._committed_at: dict[str, float] = {}
         self._children: dict[tuple[int, str], str] = {}
         self._states: dict[tuple[int, str], str] = {}
+        self._mended: dict[tuple[PeerId, int], float | None] = {}
         self._stands: dict[tuple[PeerId, int], _Stand] = {}
         self._fences: dict[tuple[PeerId, int, str], tuple[int, int]] = {}
 
@@ -171,8 +172,17 @@ class Checkers:
             )
         if not learner.alive:
             raise self.broken(machine.name, "installs into a learner that is not running")
-        if learner.waiting.get(fragment, learner.held[fragment]) == state:
+        again = learner.waiting.get(fragment, learner.held[fragment]) == state
+        if again and not self._was_mended(machine, fragment):
             raise self.broken(machine.name, f"installs fragment {fragment} v{version} twice")
+
+    def _was_mended(self, machine: Machine, fragment: int) -> bool:
+        """Whether the replica's state was replaced since the last time that this was asked."""
+        assert machine.node
+        mended_at = machine.node.state.registers[fragment].mended_at
+        before = self._mended.get((machine.name, fragment))
+        self._mended[machine.name, fragment] = mended_at
+        return mended_at != before
 
     def merging(
         self,
@@ -256,7 +266,8 @@ class Checkers:
         chain, pursuit = register.chain, register.pursuit
         assert chain
         aim = pursuit.lineage[-1] if pursuit else chain.head
-        if max(_weight(aim), _weight(chain.head)) <= before.weight and not register.distrusted:
+        mended = register.mended_at == machine.node.state.now if machine.node else False
+        if max(_weight(aim), _weight(chain.head)) <= before.weight and not mended:
             raise self.broken(
                 machine.name,
                 f"fragment {register.index} went from v{before.version} to v{chain.version} of a "

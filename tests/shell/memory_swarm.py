@@ -25,7 +25,14 @@ from p2pdiloco.simulation.machine import KeyedSigner
 from p2pdiloco_bootstrap.serving import Body, FilePart
 from p2pdiloco_bootstrap.shelf import Contribution, RecordsPage
 from p2pdiloco_daemon import learner as learners
-from p2pdiloco_daemon.exchange import MESSAGE_TIMEOUT_S, Busy, Exchange, Refused, Unreachable
+from p2pdiloco_daemon.exchange import (
+    CHUNKS_IN_FLIGHT_MAX,
+    MESSAGE_TIMEOUT_S,
+    Busy,
+    Exchange,
+    Refused,
+    Unreachable,
+)
 from p2pdiloco_daemon.holdings import Holdings
 from p2pdiloco_daemon.node import NodeShell
 from p2pdiloco_daemon.replica import Replica, Vector, genesis, pack_state
@@ -109,6 +116,7 @@ class MemoryExchange(Exchange):
     def __init__(self, me: str, network: Network) -> None:
         self._me = me
         self._network = network
+        self._slots = asyncio.Semaphore(CHUNKS_IN_FLIGHT_MAX)
 
     async def send(self, peer: str, message: bytes) -> None:
         await self._network.reach(self._me, peer)

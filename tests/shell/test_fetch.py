@@ -8,7 +8,7 @@ import pytest
 from virtual_clock import run_virtual
 
 from p2pdiloco.errors import PeerError
-from p2pdiloco_daemon.fetch import Gathered, NotGathered, gather_chunks
+from p2pdiloco_daemon.fetch import Gathering, NotGathered, gather_chunks
 
 MB = 1 << 20
 DATA = bytes(range(251)) * (12 * MB // 251)
@@ -35,12 +35,14 @@ class Donors:
             progress()
         place[:] = DATA[start : start + len(place)]
 
-    def gather(self) -> tuple[Gathered, float]:
-        async def timed() -> tuple[Gathered, float]:
-            gathered = await gather_chunks(list(self.chunks_per_s), len(DATA), self.fetch)
-            return gathered, asyncio.get_running_loop().time()
+    def gather(self, body: Gathering | None = None) -> tuple[Gathering, float]:
+        body = body or Gathering(len(DATA))
 
-        return run_virtual(timed())
+        async def timed() -> float:
+            await gather_chunks(list(self.chunks_per_s), body, self.fetch)
+            return asyncio.get_running_loop().time()
+
+        return body, run_virtual(timed())
 
 
 def test_equal_donors_share_the_chunks() -> None:
@@ -55,7 +57,7 @@ def test_a_fast_donor_gives_more() -> None:
     donors = Donors({"slow": 1, "fast": 5})
     gathered, _ = donors.gather()
     assert gathered.data == DATA
-    assert Counter(gathered.donor_of_chunk)["fast"] >= 9
+    assert Counter(gathered.donors.values())["fast"] >= 9
 
 
 def test_a_donor_that_breaks_off_is_replaced_by_the_others() -> None:
@@ -64,7 +66,7 @@ def test_a_donor_that_breaks_off_is_replaced_by_the_others() -> None:
     donors.works_first["b"] = 3
     gathered, took_s = donors.gather()
     assert gathered.data == DATA
-    assert Counter(gathered.donor_of_chunk) == {"a": 9, "b": 3}
+    assert Counter(gathered.donors.values()) == {"a": 9, "b": 3}
     assert took_s < 6
 
 
@@ -79,15 +81,16 @@ def test_a_donor_recovers_from_one_failure() -> None:
             raise failure
         await donors.fetch(donor, start, place, progress)
 
-    gathered = run_virtual(gather_chunks(["only"], len(DATA), fetch))
-    assert gathered.data == DATA
+    body = Gathering(len(DATA))
+    run_virtual(gather_chunks(["only"], body, fetch))
+    assert body.data == DATA
 
 
 def test_a_hung_donor_costs_the_stall_time_only() -> None:
     donors = Donors({"a": 10, "hung": 1e-9})
     gathered, took_s = donors.gather()
     assert gathered.data == DATA
-    assert set(gathered.donor_of_chunk) == {"a"}
+    assert set(gathered.donors.values()) == {"a"}
     assert took_s < 3.5
 
 
@@ -117,7 +120,7 @@ def test_four_donors_work_and_the_others_wait_in_reserve() -> None:
     donors.breaks["b"] = PeerError("404 not kept here")
     gathered, _ = donors.gather()
     assert gathered.data == DATA
-    assert set(gathered.donor_of_chunk) == {"a", "c", "d", "e"}
+    assert set(gathered.donors.values()) == {"a", "c", "d", "e"}
     assert donors.asked["f"] == 0
 
 
@@ -132,7 +135,8 @@ def test_no_donor_left_names_the_reason_of_each() -> None:
 def test_cancelling_a_fetch_ends_its_workers() -> None:
     async def cancelled() -> int:
         donors = Donors({"a": 1e-9})
-        task = asyncio.create_task(gather_chunks(["a"], len(DATA), donors.fetch))
+        body = Gathering(len(DATA))
+        task = asyncio.create_task(gather_chunks(["a"], body, donors.fetch))
         await asyncio.sleep(1)
         task.cancel()
         await asyncio.wait([task])

@@ -13,12 +13,10 @@ from merge_history import P, make_history
 from virtual_clock import run_virtual
 
 from p2pdiloco.compress.codec import encode
-from p2pdiloco.protocol.events import SnapshotInfo
 from p2pdiloco.protocol.lineage import Chain, Contributor
 from p2pdiloco.protocol.naming import RoundId
 from p2pdiloco.simulation.machine import KeyedSigner
 from p2pdiloco_daemon.holdings import WRITES_WAITING_MAX, Holdings
-from p2pdiloco_daemon.replica import pack_state
 
 HISTORY = make_history(9)
 ROUND = RoundId(P, 1, 0, 0)
@@ -38,8 +36,7 @@ def play(directory: Path, scenario: Scenario) -> None:
 
 
 async def load_genesis(holdings: Holdings) -> None:
-    info = SnapshotInfo(0, GENESIS[P].digest)
-    await holdings.load(P, info, bytearray(pack_state(GENESIS[P])), None)
+    holdings.load(GENESIS[P], (), ())
 
 
 async def apply_merges(holdings: Holdings, versions: Sequence[int]) -> None:
@@ -117,10 +114,17 @@ def test_a_restart_stands_where_the_last_life_ended(tmp_path: Path) -> None:
     assert chain and chain.head == HISTORY.records[-1]
 
 
-def test_a_restart_knows_the_records_back_to_the_oldest_kept_snapshot(tmp_path: Path) -> None:
+def test_a_restart_knows_the_records_of_merges_that_are_kept_no_more(tmp_path: Path) -> None:
     write_history(tmp_path)  # snapshots at 0, 4 and 8, of which two are kept
     chain = chain_on_disk(tmp_path)
-    assert chain and tuple(chain.records) == HISTORY.records[4:9]
+    assert chain and (chain.base, tuple(chain.records)) == (0, HISTORY.records)
+
+
+def test_records_that_do_not_read_end_the_chain(tmp_path: Path) -> None:
+    write_history(tmp_path)
+    (tmp_path / "fragments" / f"{P:04d}" / "records").write_bytes(b"garbage")
+    chain = chain_on_disk(tmp_path)
+    assert chain and tuple(chain.records) == HISTORY.records[4:]
 
 
 def test_an_empty_directory_holds_nothing(tmp_path: Path) -> None:
@@ -163,9 +167,7 @@ def test_the_log_of_a_losing_lineage_is_forgotten(tmp_path: Path) -> None:
     write_history(tmp_path)
 
     async def fork(holdings: Holdings) -> None:
-        state, record = HISTORY.states[2], HISTORY.records[1]
-        info = SnapshotInfo(2, state.digest)
-        await holdings.load(P, info, bytearray(pack_state(state)), record)
+        holdings.load(HISTORY.states[2], HISTORY.records[:2], ())
 
     play(tmp_path, fork)
     chain = chain_on_disk(tmp_path)

@@ -444,8 +444,7 @@ def catch_up(
     info = None
     if snapshot is not None:
         info = events.SnapshotInfo(snapshot, history.states[snapshot].digest)
-    made = history.records[snapshot - 1] if snapshot else None
-    return actions.CatchUp(P, info, made, records, donors)
+    return actions.CatchUp(P, info, history.records[: snapshot or 0], records, donors)
 
 
 def held_digest(bench: Bench) -> str | None:

@@ -173,7 +173,7 @@ def test_a_joiner_asks_and_plans_a_snapshot_and_the_replay_of_the_rest() -> None
     assert announce(script, B, lineage) == [FetchRecords(B, 0, 0)]
     snapshot = snapshot_of(lineage[3])
     plan = catch_up(answer(script, B, lineage, ZERO, snapshot))
-    assert (plan.snapshot, plan.snapshot_record) == (snapshot, lineage[3])
+    assert (plan.snapshot, plan.vouching) == (snapshot, tuple(lineage[:4]))
     assert plan.records == tuple(lineage[4:])
 
 

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from p2pdiloco.errors import StoreError, UserError
+from p2pdiloco.protocol.lineage import RECORDS_KEPT
 from p2pdiloco_daemon.replica import (
     FragmentState,
     make_state,
     pack_state,
     payload_digest,
-    unpack_state,
 )
-from p2pdiloco_daemon.store import SnapshotInfo, Store, lock_directory
+from p2pdiloco_daemon.store import PartInfo, SnapshotInfo, Store, lock_directory
 
 SIZE = 50
 
@@ -63,8 +63,7 @@ def loaded(store: Store) -> tuple[int, list[int]]:
 
 def test_an_empty_directory_holds_nothing(store: Store) -> None:
     assert store.load(0) is None
-    assert store.snapshot_info(0) is None
-    assert store.records_since(0, 0) == []
+    assert store.snapshots(0) == []
     assert store.wants_snapshot(0, 0)
 
 
@@ -83,14 +82,14 @@ def test_the_record_of_the_snapshot_comes_back(store: Store) -> None:
     store.save_snapshot(state_at(1), record_at(1))
     found = store.load(0)
     assert found is not None and found.record == record_at(1)
-    assert store.snapshot_info(0) == SnapshotInfo(1, state_at(1).digest, record_at(1))
+    assert store.snapshots(0)[0] == SnapshotInfo(1, state_at(1).digest, record_at(1))
 
 
 def test_the_disk_stays_bounded(store: Store, tmp_path: Path) -> None:
     fill(store, 43)
     assert files(tmp_path) == sorted(
         [f"{version:010d}.merge" for version in range(37, 44)]
-        + ["0000000036.snapshot", "0000000040.snapshot"]
+        + ["0000000036.snapshot", "0000000040.snapshot", "records"]
     )
 
 
@@ -213,30 +212,163 @@ def test_a_second_daemon_leaves_the_firsts_temporary_files_alone(
     assert half.exists()
 
 
-def test_rewind_forgets_what_is_above(store: Store) -> None:
-    fill(store, 10)
-    store.rewind(0, 6)
-    assert loaded(store) == (4, [5, 6])
-    store.rewind(0, 3)
-    assert store.load(0) is None
+# -------------------------------------------------------------------- another lineage
 
 
-def test_records_follow_without_gap(store: Store) -> None:
+def restart(store: Store, version: int, *following: int) -> None:
+    records = {v: record_at(v) for v in range(1, version)}
+    wanted = {v: record_at(v) for v in following}
+    store.restart_log(state_at(version), record_at(version), records, wanted)
+
+
+@pytest.mark.parametrize("version", [3, 8, 10, 30])
+def test_a_restarted_log_holds_one_state_and_the_records_below_it(
+    store: Store, tmp_path: Path, version: int
+) -> None:
     fill(store, 10)
-    assert store.records_since(0, 8) == [record_at(9), record_at(10)]
-    assert store.records_since(0, 10) == []
-    assert store.records_since(0, 2) == []  # merge 3 went with its snapshot
-    store.rewind(0, 8)
-    store.save_merge(0, 10, payload_at(10), record_at(10))
-    assert store.records_since(0, 8) == []
+    restart(store, version)
+    assert loaded(store) == (version, [])
+    assert files(tmp_path) == [f"{version:010d}.snapshot", "records"]
+    found = store.load(0)
+    assert found and found.earlier == tuple(record_at(v) for v in range(1, version))
+
+
+def test_merges_of_the_same_lineage_outlive_a_restart_of_the_log(store: Store) -> None:
+    fill(store, 11)
+    store.save_merge(0, 11, payload_at(11), b"of another lineage")
+    restart(store, 8, 9, 10, 11)
+    assert loaded(store) == (8, [9, 10])
+
+
+def test_a_crash_while_the_log_restarts_leaves_the_old_or_the_new_state(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unlink, allowed = Path.unlink, 0
+
+    def unlink_some(path: Path, missing_ok: bool = False) -> None:
+        nonlocal allowed
+        if allowed == 0:
+            raise OSError(errno.EIO, "killed")
+        allowed -= 1
+        unlink(path, missing_ok)
+
+    fill(store, 10)
+    monkeypatch.setattr(Path, "unlink", unlink_some)
+    for number in range(9):
+        allowed = number
+        try:
+            restart(store, 6)
+        except StoreError:
+            found = store.load(0)
+            assert found and found.state.version in (8, 6)
+    assert loaded(store) == (6, [])
+
+
+# -------------------------------------------------------------------- records and readers
+
+
+def test_records_outlive_their_merges(store: Store, tmp_path: Path) -> None:
+    fill(store, 43)
+    found = store.load(0)
+    assert found and found.earlier == tuple(record_at(v) for v in range(1, 40))
+
+
+def test_as_many_records_are_kept_as_in_memory(store: Store) -> None:
+    fill(store, RECORDS_KEPT + 60)
+    found = store.load(0)
+    assert found and found.earlier[0] > record_at(1)
+    assert RECORDS_KEPT <= len(found.earlier) + len(found.merges) + 1 <= RECORDS_KEPT + 8
+
+
+@pytest.mark.parametrize("place", [0, 45, 120, -1])
+def test_damaged_records_are_missed_by_nobody_but_the_past(
+    store: Store, tmp_path: Path, place: int
+) -> None:
+    fill(store, 10)
+    flip(tmp_path / "fragments" / "0000" / "records", place)
+    assert loaded(store) == (8, [9, 10])
+    found = store.load(0)
+    assert found and found.earlier == tuple(record_at(v) for v in (5, 6, 7))
+
+
+def test_what_is_being_read_stays_with_the_merges_after_it(store: Store, tmp_path: Path) -> None:
+    fill(store, 8)
+    for version in range(9, 30):
+        store.save_merge(0, version, payload_at(version), record_at(version))
+        if store.wants_snapshot(0, version):
+            store.save_snapshot(state_at(version), record_at(version), leased=(4,))
+    assert [s.version for s in store.snapshots(0)] == [28, 24, 4]
+    assert store.read_merge(0, 5, payload_digest(payload_at(5))) == payload_at(5)
+    store.save_snapshot(state_at(32), record_at(32))
+    assert [s.version for s in store.snapshots(0)] == [32, 28]
+    assert store.read_merge(0, 5, payload_digest(payload_at(5))) is None
+
+
+def test_old_snapshots_are_kept_for_few_readers(store: Store) -> None:
+    store.save_snapshot(state_at(0), None)
+    for version in range(4, 40, 4):
+        store.save_snapshot(state_at(version), record_at(version), leased=(0, 4, 8, 12))
+    assert [s.version for s in store.snapshots(0)] == [36, 32, 4, 0]
+
+
+# -------------------------------------------------------------------- a state that arrives
+
+
+PART = PartInfo(8, state_at(8).digest, 10)
+
+
+def kept_of(store: Store, part: PartInfo = PART) -> tuple[list[tuple[int, int]], bytes]:
+    place = bytearray(part.num_bytes)
+    return store.read_part(0, part, memoryview(place)), bytes(place)
+
+
+def test_chunks_of_a_state_come_back_after_a_crash(tmp_path: Path) -> None:
+    with Store(tmp_path, 2) as store:
+        assert store.part_info(0) is None
+        store.begin_part(0, PART)
+        store.save_chunk(0, 8, 4, b"efgh")
+        store.save_chunk(0, 8, 8, b"ij")
+    with Store(tmp_path, 2) as store:
+        assert store.part_info(0) == PART
+        assert kept_of(store) == ([(4, 4), (8, 2)], b"\0\0\0\0efghij")
+        store.drop_part(0)
+        assert store.part_info(0) is None
+        assert kept_of(store)[0] == []
+    assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", ["part", "chunks"])
+@pytest.mark.parametrize("length", [0, 3, 44, 50, 75])
+def test_a_chunk_that_was_half_written_is_fetched_again(
+    store: Store, tmp_path: Path, kind: str, length: int
+) -> None:
+    store.begin_part(0, PART)
+    store.save_chunk(0, 8, 0, b"abcd")
+    store.save_chunk(0, 8, 4, b"efgh")
+    path = tmp_path / "fragments" / "0000" / f"0000000008.{kind}"
+    path.write_bytes(path.read_bytes()[:length])
+    found, place = kept_of(store)
+    assert {(0, 4): b"abcd", (4, 4): b"efgh"}.keys() >= set(found)
+    assert all(place[offset : offset + size] in b"abcdefgh" for offset, size in found)
+
+
+def test_another_state_takes_the_place_of_the_one_that_was_begun(store: Store) -> None:
+    store.begin_part(0, PART)
+    store.save_chunk(0, 8, 0, b"abcd")
+    other = PartInfo(12, state_at(12).digest, 10)
+    store.begin_part(0, other)
+    assert store.part_info(0) == other
+    assert kept_of(store, other)[0] == []
+
+
+# -------------------------------------------------------------------- donors
 
 
 def test_a_donor_reads_states_and_merges_by_digest(store: Store) -> None:
     fill(store, 9)
     state = state_at(8)
-    packed = store.read_state(0, 8, state.digest)
-    assert packed == pack_state(state)
-    assert unpack_state(packed, 0, SIZE, state.digest).version == 8
+    found = store.read_state(0, 8, state.digest)
+    assert found and found.digest == state.digest
     assert store.read_state(0, 8, state_at(4).digest) is None
     assert store.read_state(0, 7, state.digest) is None
     assert store.read_merge(0, 9, payload_digest(payload_at(9))) == payload_at(9)

@@ -15,14 +15,36 @@ def snapshot(record: Record) -> SnapshotInfo:
 
 
 def plan(
-    chain: Chain | None, records: list[Record], *snapshots: SnapshotInfo, **how: bool
+    chain: Chain | None,
+    records: list[Record],
+    *snapshots: SnapshotInfo,
+    replay: bool = True,
+    distrusted: bool = False,
+    begun: SnapshotInfo | None = None,
 ) -> Plan | None:
-    return plan_catch_up(chain, records, snapshots, GENESIS[0], 0, **how)
+    return plan_catch_up(
+        chain,
+        records,
+        snapshots,
+        GENESIS[0],
+        0,
+        replay=replay,
+        distrusted=distrusted,
+        begun=begun,
+    )
 
 
 def test_a_joiner_loads_the_newest_snapshot_and_replays_the_rest() -> None:
     snapshots = (ZERO, snapshot(RECORDS[1]), snapshot(RECORDS[3]))
     assert plan(None, RECORDS, *snapshots) == (snapshots[2], tuple(RECORDS[4:]))
+
+
+def test_a_snapshot_that_was_begun_is_fetched_to_its_end_while_it_is_on_offer() -> None:
+    older, newer = snapshot(RECORDS[1]), snapshot(RECORDS[3])
+    assert plan(None, RECORDS, newer, older, begun=older) == (older, tuple(RECORDS[2:]))
+    assert plan(None, RECORDS, newer, begun=older) == (newer, tuple(RECORDS[4:]))
+    lie = SnapshotInfo(2, "f" * 64)
+    assert plan(None, RECORDS, newer, lie, begun=lie) == (newer, tuple(RECORDS[4:]))
 
 
 def test_a_joiner_of_a_fresh_run_loads_the_genesis_weights() -> None:
