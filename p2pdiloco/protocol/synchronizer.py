@@ -7,30 +7,18 @@ synchronizer is opened again by the next attempt, and contributors still have th
 
 from collections.abc import Sequence
 
-from p2pdiloco.protocol import contributor, election, events, pacing
+from p2pdiloco.protocol import contributor, events, pacing
 from p2pdiloco.protocol.actions import CommitRecord, DropRound, MergeRound, PullContribution
 from p2pdiloco.protocol.lineage import CONTRIBUTORS_MAX, Contributor, Record, Refused
 from p2pdiloco.protocol.naming import PeerId, RoundId, sentence
 from p2pdiloco.protocol.register import Register
 from p2pdiloco.protocol.round import GATHER_MIN_S, PULL_MIN_S, Pulled, Round, Stage
 from p2pdiloco.protocol.state import NodeState, RoundOutcome
-from p2pdiloco.protocol.wire import (
-    Committed,
-    ContributionReady,
-    Heartbeat,
-    RoundDeclined,
-    RoundOpened,
-)
+from p2pdiloco.protocol.wire import Committed, ContributionReady, RoundDeclined, RoundOpened
 
 IMPATIENT_MIN_S = 20.0
 """A fragment that is due for so long without a merge moves to the next attempt, although its
 synchronizer lives.
-"""
-
-
-LATE_S = 3.0
-"""A fragment that is due for so long, while nobody asks for our outer gradient, is waited for by
-members who disagree about the attempt: the highest that anybody has seen counts.
 """
 
 
@@ -78,29 +66,12 @@ class Synchronizer:
             silent, term, attempt = node.post(register)
             register.fence = max(register.fence, (term, attempt + 1))
             register.due_since = node.now
-            if silent and silent != node.me:
-                node.idle.begin(silent, node.now)
             if silent:
                 node.note(
                     f"fragment {register.index} has been due for {patience_s:.0f} s; "
                     f"{silent[-8:]} is passed over in term {term}"
                 )
             self.give_up(register, "it took too long")
-
-    def heartbeat(self, heartbeat: Heartbeat) -> None:
-        """Members that lost patience at different moments agree again on whose turn it is."""
-        node = self.node
-        for register, head, attempt in zip(
-            node.registers, heartbeat.heads, heartbeat.attempts, strict=False
-        ):
-            since = register.due_since
-            late = since is not None and node.now > since + LATE_S
-            if not late or register.offer or register.round or head.version != register.version:
-                continue
-            seen = node.attempt(register)
-            if seen < attempt <= seen + contributor.ATTEMPT_LEAP_MAX:
-                term = election.term_of(register.version + 1, node.config.term_merges)
-                register.fence, register.due_since = (term, attempt), node.now
 
     def _open_what_is_due(self) -> None:
         node, times = self.node, self.node.config.times
