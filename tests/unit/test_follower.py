@@ -19,6 +19,7 @@ from protocol_builders import (
     make_node,
     make_record,
     make_records,
+    opened,
     training,
 )
 
@@ -26,6 +27,7 @@ from p2pdiloco.protocol import events, follower
 from p2pdiloco.protocol.actions import (
     Action,
     CatchUp,
+    DropRound,
     FetchRecords,
     InstallFragment,
     Send,
@@ -36,7 +38,7 @@ from p2pdiloco.protocol.lineage import RECORDS_KEPT, Record
 from p2pdiloco.protocol.naming import PeerId
 from p2pdiloco.protocol.register import Register
 from p2pdiloco.protocol.state import RETRY_MAX_S, UNBELIEVED_AFTER
-from p2pdiloco.protocol.wire import Committed
+from p2pdiloco.protocol.wire import Committed, RoundDeclined
 
 ZERO = SnapshotInfo(0, GENESIS[0])
 NEXT = make_record()
@@ -487,3 +489,73 @@ def test_merges_that_a_donor_cannot_show_are_not_called_lost() -> None:
     answer(script, C, shown, snapshot_of(theirs[4]))
     script.do(loaded(snapshot_of(theirs[4])))
     assert script.node.state.ledger.totals().merged == 3 * 50 + 70
+
+
+# -------------------------------------------------------------------- memory that went wrong
+
+
+def test_a_state_damaged_in_memory_is_replaced_from_our_own_disk() -> None:
+    script, lineage = training(B, version=6), make_records(6)
+    assert script.do(events.StateDamaged(0, 6)) == [FetchRecords(A, 0, 0)]
+    assert script.notes[-1].startswith("fragment 0 v6 was damaged in memory")
+    snapshot = snapshot_of(lineage[3])
+    plan = catch_up(answer(script, A, lineage, snapshot, ZERO))
+    assert (plan.snapshot, plan.vouching) == (snapshot, tuple(lineage[:4]))
+    assert plan.records == tuple(lineage[4:])
+    assert plan.donors == (B, BOOT), "for what our own disk has not"
+    assert script.do(loaded(snapshot), reached(lineage[4])) == []
+    assert script.do(reached(lineage[5])) == [InstallFragment(0, 6)], "the learner may have it too"
+    healed = register(script)
+    assert (healed.distrusted, healed.damaged, healed.mended_at) == (False, 1, script.now)
+
+
+def test_a_node_alone_heals_from_its_own_disk_as_soon_as_that_reads() -> None:
+    script = training()
+    assert script.do(events.StateDamaged(0, 0)) == [FetchRecords(A, 0, 0)]
+    script.do(events.RecordsFailed(A, 0, "the disk refuses"))
+    assert FetchRecords(A, 0, 0) in script.wait(2.5)
+    assert catch_up(answer(script, A, [], ZERO)).snapshot == ZERO
+    script.do(events.CatchUpFailed(0, "the snapshot does not read"))
+    assert FetchRecords(A, 0, 0) in script.wait(2.5)
+    answer(script, A, [], ZERO)
+    assert script.do(loaded(ZERO)) == [InstallFragment(0, 0)]
+
+
+def test_others_heal_what_our_own_disk_cannot() -> None:
+    script = training(B)
+    script.do(events.StateDamaged(0, 0), events.RecordsFailed(A, 0, "the disk refuses"))
+    assert announce(script, B, []) == [FetchRecords(B, 0, 0)]
+
+
+def test_nothing_is_built_upon_a_damaged_state() -> None:
+    script = training(B, C)
+    script.do(events.StateDamaged(0, 0))
+    declined = [a.message for a in script.hear(B, opened(None)) if isinstance(a, Send)]
+    assert [m.reason for m in declined if isinstance(m, RoundDeclined)] == [
+        "its own state is being replaced"
+    ]
+    assert script.do(committed(B, NEXT)) == [], "it is applied once ours is replaced"
+    script.do(events.LearnerStopped("killed"))
+    assert InstallFragment(0, 0) not in script.do(events.LearnerStarted())
+    assert InstallFragment(1, 0) in script.do(events.LearnerStopped("k"), events.LearnerStarted())
+
+
+def test_our_round_ends_when_our_state_is_found_damaged() -> None:
+    script = training(quorum=1)
+    script.do(events.StepsDone(12, 1200, 1.0))
+    opened_here = script.node.state.registers[0].round
+    assert opened_here
+    given_up = script.do(events.StateDamaged(0, 0))
+    assert DropRound(opened_here.id) in given_up
+    assert register(script).round is None
+    script.wait(5.0)
+    assert register(script).round is None
+
+
+def test_damage_that_was_mended_meanwhile_is_no_news() -> None:
+    script = training(B)
+    script.do(committed(B, NEXT), reached(NEXT))
+    assert script.do(events.StateDamaged(0, 0)) == []
+    assert script.do(events.StateDamaged(0, 1)) == [FetchRecords(A, 0, 0)]
+    assert script.do(events.StateDamaged(0, 1)) == []
+    assert register(script).damaged == 1
