@@ -257,6 +257,7 @@ class Follower:
             node.merges += 1
             contributor.version_reached(node, register)
             remember(node, event.record, None)
+            node.idle.forgive(event.record.synchronizer)
         register.failures = 0
         if event.version == pursuit.target:
             register.pursuit = None

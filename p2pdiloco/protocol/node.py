@@ -242,6 +242,7 @@ class Node:
             raise PeerError(f"a heartbeat of {len(heartbeat.heads)} fragments, the run has {num}")
         if self.state.membership.heard(sender, heartbeat, self.state.now):
             self.follower.heartbeat(sender, heartbeat)
+            self.synchronizer.heartbeat(sender, heartbeat)
 
     def _peers_found(self, peers: Sequence[PeerId]) -> None:
         new = [p for p in peers if p != self.state.me]
@@ -349,6 +350,7 @@ class Node:
             local_steps=tuple(state.local_steps(r) for r in state.registers),
             heads=tuple(_head(r) for r in state.registers),
             sightings=state.membership.sightings(state.now, state.rng),
+            attempts=tuple(state.attempt(r) for r in state.registers),
         )
 
 

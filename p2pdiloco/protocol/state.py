@@ -30,6 +30,11 @@ RETRY_S = 0.5
 failure in a row up to `RETRY_MAX_S`; a fragment waits as long after a failed catch-up.
 """
 RETRY_MAX_S = 15.0
+IDLE_S = 60.0
+"""A synchronizer that was passed over for want of merges is passed over at once for this long,
+doubled each time: a deaf peer must not cost the patience for each term that it leads.
+"""
+IDLE_MAX_S = 3600.0
 UNBELIEVED_AFTER = 3
 """Failures in a row after which nothing waits any more for what a peer announces."""
 REFUSALS_KEPT = 64
@@ -106,6 +111,8 @@ class NodeState:
     settling: bool = False
     gone: bool = False
     strikes: Pauses = field(default_factory=lambda: Pauses(STRIKE_S, STRIKE_MAX_S))
+    idle: Pauses = field(default_factory=lambda: Pauses(IDLE_S, IDLE_MAX_S))
+    """Synchronizers that lived and merged nothing."""
     unhelpful: Pauses = field(default_factory=lambda: Pauses(RETRY_S, RETRY_MAX_S))
     out: list[Action] = field(default_factory=list)
     orders: dict[int, tuple[PeerId, ...]] = field(default_factory=dict)
@@ -169,6 +176,12 @@ class NodeState:
     def is_alive(self, peer: PeerId) -> bool:
         return self.membership.is_alive(peer, self.now)
 
+    def is_of_use(self, peer: PeerId) -> bool:
+        """As a synchronizer: it lives, was not passed over lately, and is not being left alone."""
+        if peer == self.me:
+            return True
+        return self.is_alive(peer) and self.idle.over(peer, self.now) and self.cooled_down(peer)
+
     def swarm_step_s(self) -> float:
         """Inner-step time of the median ready learner, this one included."""
         steps = [h.step_s for _, h in self.membership.ready(self.now) if h.step_s > 0]
@@ -184,6 +197,10 @@ class NodeState:
             self.orders[term] = election.order(self.config.run_id, term, known)
         return self.orders[term]
 
+    def attempt(self, register: Register) -> int:
+        """The highest attempt seen at the next version of a fragment."""
+        return register.attempt_in(election.term_of(register.version + 1, self.config.term_merges))
+
     def post(self, register: Register) -> tuple[PeerId | None, int, int]:
         """(synchronizer, term, attempt) of the next version of a fragment, as seen from here."""
         term = election.term_of(register.version + 1, self.config.term_merges)
@@ -191,7 +208,7 @@ class NodeState:
         if not order:
             return None, term, 0
         seen = register.attempt_in(term)
-        attempt = election.first_attempt(order, register.index, seen, self.is_alive)
+        attempt = election.first_attempt(order, register.index, seen, self.is_of_use)
         return election.candidate(order, register.index, attempt), term, attempt
 
     def is_turn_of(self, peer: PeerId, round_id: RoundId) -> bool:

@@ -7,18 +7,32 @@ synchronizer is opened again by the next attempt, and contributors still have th
 
 from collections.abc import Sequence
 
-from p2pdiloco.protocol import contributor, events, pacing
+from p2pdiloco.protocol import contributor, election, events, pacing
 from p2pdiloco.protocol.actions import CommitRecord, DropRound, MergeRound, PullContribution
 from p2pdiloco.protocol.lineage import CONTRIBUTORS_MAX, Contributor, Record, Refused
 from p2pdiloco.protocol.naming import PeerId, RoundId, sentence
 from p2pdiloco.protocol.register import Register
 from p2pdiloco.protocol.round import GATHER_MIN_S, PULL_MIN_S, Pulled, Round, Stage
 from p2pdiloco.protocol.state import NodeState, RoundOutcome
-from p2pdiloco.protocol.wire import Committed, ContributionReady, RoundDeclined, RoundOpened
+from p2pdiloco.protocol.wire import (
+    Committed,
+    ContributionReady,
+    Heartbeat,
+    RoundDeclined,
+    RoundOpened,
+)
 
 IMPATIENT_MIN_S = 20.0
 """A fragment that is due for so long without a merge moves to the next attempt, although its
 synchronizer lives.
+"""
+
+
+REPEAT_S = 2.0
+"""A member that has not answered a round for so long is asked again with each of its heartbeats."""
+LATE_S = 3.0
+"""A fragment that is due for so long, while nobody asks for our outer gradient, is waited for by
+members who disagree about the attempt: the highest that anybody has seen counts.
 """
 
 
@@ -66,12 +80,39 @@ class Synchronizer:
             silent, term, attempt = node.post(register)
             register.fence = max(register.fence, (term, attempt + 1))
             register.due_since = node.now
+            if silent and silent != node.me:
+                node.idle.begin(silent, node.now)
             if silent:
                 node.note(
                     f"fragment {register.index} has been due for {patience_s:.0f} s; "
                     f"{silent[-8:]} is passed over in term {term}"
                 )
             self.give_up(register, "it took too long")
+
+    def heartbeat(self, sender: PeerId, heartbeat: Heartbeat) -> None:
+        for register in self.node.registers:
+            if register.round:
+                self._ask_again(register.round, sender)
+        for register, attempt in zip(self.node.registers, heartbeat.attempts, strict=False):
+            if heartbeat.heads[register.index].version == register.version:
+                self._agree(register, attempt)
+
+    def _ask_again(self, round_: Round, peer: PeerId) -> None:
+        """It beats, so it may have an answer, or never have had the question."""
+        silent = round_.stage is Stage.GATHERING and peer in round_.waiting_for
+        if silent and self.node.now > round_.opened + REPEAT_S:
+            self.node.send(peer, RoundOpened(round_.id, round_.parent))
+
+    def _agree(self, register: Register, attempt: int) -> None:
+        """Members that lost patience at different moments agree again on whose turn it is."""
+        node, since = self.node, register.due_since
+        late = since is not None and node.now > since + LATE_S
+        if not late or register.offer or register.round:
+            return
+        seen = node.attempt(register)
+        if seen < attempt <= seen + contributor.ATTEMPT_LEAP_MAX:
+            term = election.term_of(register.version + 1, node.config.term_merges)
+            register.fence, register.due_since = (term, attempt), node.now
 
     def _open_what_is_due(self) -> None:
         node, times = self.node, self.node.config.times

@@ -57,7 +57,8 @@ class Heartbeat:
 
     `incarnation` grows at each restart of the node, `sequence` at each heartbeat. `local_steps` are
     inner steps per fragment since it last received it: the metadata of Decoupled DiLoCo (1.3).
-    `step_s` is 0 while no learner steps.
+    `step_s` is 0 while no learner steps. `attempts` are the highest seen in the term of the next
+    version of each fragment.
     """
 
     run_id: Annotated[str, Field(max_length=64)]
@@ -72,6 +73,7 @@ class Heartbeat:
     local_steps: Annotated[tuple[Count, ...], Field(max_length=FRAGMENTS_MAX)]
     heads: Annotated[tuple[Head, ...], Field(max_length=FRAGMENTS_MAX)]
     sightings: Annotated[tuple[Sighting, ...], Field(max_length=SIGHTINGS_MAX)]
+    attempts: Annotated[tuple[Count, ...], Field(max_length=FRAGMENTS_MAX)] = ()
     kind: Literal["heartbeat"] = "heartbeat"
 
     @property

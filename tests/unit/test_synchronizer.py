@@ -32,7 +32,7 @@ from p2pdiloco.protocol.actions import (
 from p2pdiloco.protocol.lineage import Contributor, Record, check_record
 from p2pdiloco.protocol.naming import PeerId, RoundId
 from p2pdiloco.protocol.round import Round, Stage
-from p2pdiloco.protocol.wire import Committed, Left, RoundDeclined, RoundOpened
+from p2pdiloco.protocol.wire import Committed, Heartbeat, Left, RoundDeclined, RoundOpened
 
 H = 12
 
@@ -425,3 +425,82 @@ def test_a_member_that_never_catches_up_does_not_stop_the_merges() -> None:
     assert script.node.state.registers[0].asked == B, "its records are asked for"
     script.do(events.RecordsFailed(B, 0, "silent"))
     assert round_of(script).invited == (A,)
+
+
+# -------------------------------------------------------------------- coming to an agreement
+
+
+def late(*peers: PeerId, since_s: float) -> Script:
+    """Fragment 1 has been due for so long, and its synchronizer is another."""
+    script = training(*peers)
+    register = script.node.state.registers[1]
+    attempt = 0
+    while script.node.state.is_turn_of(A, RoundId(1, 1, 0, attempt)):
+        attempt += 1
+    register.fence = (0, attempt)
+    script.now = 1.0
+    script.beat(*peers, local_steps=(0, H))
+    step(script, H)
+    script.now += since_s
+    return script
+
+
+def test_who_does_not_answer_a_round_is_asked_again_with_its_heartbeats() -> None:
+    script, id_ = due(B, C, quorum=3)
+    report(script, A, C)
+    again = Send(B, RoundOpened(id_, GENESIS[0]))
+    assert again not in script.beat(B), "it has hardly had time"
+    script.now += 3.0
+    assert again in script.beat(B)
+    assert not script.beat(C), "it has answered"
+
+
+def test_members_that_wait_for_each_other_agree_on_the_highest_attempt() -> None:
+    script = late(B, C, since_s=4.0)
+    _, attempt = script.node.state.registers[1].fence
+    script.beat(B, local_steps=(0, H), attempts=(0, attempt + 3))
+    assert script.node.state.registers[1].fence == (0, attempt + 3)
+    script.beat(C, local_steps=(0, H), attempts=(0, attempt + 2**20))
+    assert script.node.state.registers[1].fence == (0, attempt + 3), "out of this world"
+
+
+def test_attempts_are_hearsay_while_nothing_is_late() -> None:
+    script = late(B, C, since_s=1.0)
+    before = script.node.state.registers[1].fence
+    script.beat(B, local_steps=(0, H), attempts=(0, before[1] + 3))
+    assert script.node.state.registers[1].fence == before
+
+
+def test_a_heartbeat_says_the_highest_attempt_seen() -> None:
+    script = training(B)
+    script.node.state.registers[1].fence = (0, 2)
+    sent = [a.message for a in script.everything(events.SettleAsked()) if isinstance(a, Send)]
+    assert [m.attempts for m in sent if isinstance(m, Heartbeat)] == [(0, 2)]
+
+
+def test_a_synchronizer_that_was_passed_over_is_not_waited_for_in_its_next_terms() -> None:
+    script = late(B, since_s=0.0)
+    assert script.node.state.post(script.node.state.registers[1])[0] == B
+    for _ in range(26):
+        script.now += 1.0
+        script.beat(B, local_steps=(0, H))
+        step(script)
+    assert not script.node.state.is_of_use(B)
+    script.now += 61.0
+    script.beat(B)
+    assert script.node.state.is_of_use(B)
+
+
+def test_a_peer_that_is_left_alone_is_not_waited_for_as_a_synchronizer() -> None:
+    script = late(B, since_s=0.0)
+    script.do(events.WrongBytes(B, "bytes of another digest"))
+    assert script.node.state.post(script.node.state.registers[1])[0] == A
+
+
+def test_a_merge_ends_the_doubt_about_a_synchronizer() -> None:
+    script = training(B)
+    (record,) = make_records(1, synchronizer=B)
+    script.node.state.idle.begin(B, script.now)
+    script.hear(B, Committed(record))
+    script.do(events.StateReached(0, 1, record.state_digest, record))
+    assert script.node.state.is_of_use(B)
