@@ -12,17 +12,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from p2pdiloco.protocol import actions, events
-from p2pdiloco.protocol.follower import PURSUITS_MAX
 from p2pdiloco.protocol.ledger import Totals
-from p2pdiloco.protocol.lineage import RECORDS_KEPT, Contributor, Record
+from p2pdiloco.protocol.lineage import Contributor, Record
 from p2pdiloco.protocol.naming import PeerId
 from p2pdiloco.protocol.node import Node
-from p2pdiloco.protocol.pauses import PAUSES_MAX
 from p2pdiloco.protocol.register import Register
-from p2pdiloco.protocol.state import REFUSALS_KEPT, ROUNDS_KEPT
 from p2pdiloco.protocol.wire import Heartbeat
 from p2pdiloco.simulation import promises
-from p2pdiloco.simulation.machine import Contribution, Machine, State
+from p2pdiloco.simulation.bounds import out_of_bounds
+from p2pdiloco.simulation.disk import State
+from p2pdiloco.simulation.machine import Contribution, Machine
 from p2pdiloco.simulation.promises import FragmentSight, Sight
 
 if TYPE_CHECKING:
@@ -35,12 +34,10 @@ by a tenth.
 
 
 def _is_small_talk(event: events.Event) -> bool:
-    """Events that come every second and are about nobody's tokens: a ledger that they broke would
-    still be broken at the next step of the learner.
+    """What comes every second from everybody; whatever it broke is still broken at the next event
+    of another kind.
     """
-    return isinstance(event, events.Woke) or (
-        isinstance(event, events.MessageArrived) and isinstance(event.message, Heartbeat)
-    )
+    return isinstance(event, events.MessageArrived) and isinstance(event.message, Heartbeat)
 
 
 def _weight(head: Record | None) -> tuple[int, int]:
@@ -107,9 +104,8 @@ class Checkers:
         self._committed_at: dict[str, float] = {}
         self._children: dict[tuple[int, str], str] = {}
         self._states: dict[tuple[int, str], str] = {}
-        self._mended: dict[tuple[PeerId, int], float | None] = {}
         self._stands: dict[tuple[PeerId, int], _Stand] = {}
-        self._fences: dict[tuple[PeerId, int, str], tuple[int, int]] = {}
+        self._fences: dict[tuple[PeerId, int], tuple[str, tuple[int, int]]] = {}
 
     def broken(self, who: str, what: str) -> PromiseBroken:
         return PromiseBroken(self.world, who, what)
@@ -128,8 +124,7 @@ class Checkers:
         """The disk may be behind what the memory was: a restart begins from there."""
         for p in range(len(machine.replica)):
             self._stands.pop((machine.name, p), None)
-        for key in [key for key in self._fences if key[0] == machine.name]:
-            del self._fences[key]
+            self._fences.pop((machine.name, p), None)
         self._same_states(machine)
 
     def before_actions(
@@ -147,13 +142,13 @@ class Checkers:
         assert machine.node
         chain = machine.node.state.registers[action.round.fragment].chain
         assert chain
-        key = (machine.name, action.round.fragment, chain.digest)
-        newest = self._fences.get(key, (0, 0))
-        if action.round.fence < newest:
+        key = (machine.name, action.round.fragment)
+        head, newest = self._fences.get(key, (chain.digest, (0, 0)))
+        if head == chain.digest and action.round.fence < newest:
             raise self.broken(
                 machine.name, f"it contributes to {action.round}, but has seen the fence {newest}"
             )
-        self._fences[key] = action.round.fence
+        self._fences[key] = (chain.digest, action.round.fence)
 
     def _one_catch_up(self, machine: Machine, fragment: int) -> None:
         if machine.catching_up.get(fragment):
@@ -162,8 +157,8 @@ class Checkers:
     def installing(
         self, machine: Machine, fragment: int, version: int, state: State | None
     ) -> None:
-        """The learner receives what the replica holds, and nothing twice: that would throw away
-        its steps.
+        """The learner receives what the replica holds, and nothing twice, which would throw away
+        its steps; only what was loaded anew is another matter, after memory went wrong.
         """
         learner = machine.learner
         if state is None or state.version != version:
@@ -172,17 +167,8 @@ class Checkers:
             )
         if not learner.alive:
             raise self.broken(machine.name, "installs into a learner that is not running")
-        again = learner.waiting.get(fragment, learner.held[fragment]) == state
-        if again and not self._was_mended(machine, fragment):
+        if learner.waiting.get(fragment, learner.held[fragment]) is state:
             raise self.broken(machine.name, f"installs fragment {fragment} v{version} twice")
-
-    def _was_mended(self, machine: Machine, fragment: int) -> bool:
-        """Whether the replica's state was replaced since the last time that this was asked."""
-        assert machine.node
-        mended_at = machine.node.state.registers[fragment].mended_at
-        before = self._mended.get((machine.name, fragment))
-        self._mended[machine.name, fragment] = mended_at
-        return mended_at != before
 
     def merging(
         self,
@@ -230,13 +216,16 @@ class Checkers:
             return
         for p in range(len(machine.replica)):
             self._lineage(machine, node, p)
-        if not _is_small_talk(event):
+        if isinstance(event, events.StepsDone):
             self._ledger(machine)
-        self._bounds(machine, node)
+        if not _is_small_talk(event):
+            self.hold(machine.name, out_of_bounds(self.world, machine, node.state))
         self._learner_goes_on(machine)
 
     def _lineage(self, machine: Machine, node: Node, fragment: int) -> None:
-        """Versions go back only towards a heavier lineage; equal heads mean equal states."""
+        """Versions go back only towards a heavier lineage, or to come again to the same head after
+        our own state was damaged; equal heads mean equal states.
+        """
         register = node.state.registers[fragment]
         chain, key = register.chain, (machine.name, fragment)
         before = self._stands.get(key)
@@ -299,28 +288,13 @@ class Checkers:
                 machine.name, f"{own} tokens processed, the ledger says {sight.tokens}"
             )
 
-    def _bounds(self, machine: Machine, node: Node) -> None:
-        state, num = node.state, len(machine.replica)
-        open_rounds = sum(r.round is not None for r in state.registers)
-        records = max(len(r.chain.records) if r.chain else 0 for r in state.registers)
-        self._at_most(machine, "open rounds", open_rounds, self.world.swarm.overlap_steps)
-        self._at_most(machine, "questions", sum(r.busy for r in state.registers), PURSUITS_MAX)
-        self._at_most(machine, "rounds remembered", len(state.rounds), ROUNDS_KEPT)
-        self._at_most(
-            machine, "members", len(state.membership.members), len(self.world.machines) - 1
-        )
-        self._at_most(machine, "strikes", len(state.strikes), PAUSES_MAX)
-        self._at_most(machine, "refusals", len(state.refusals), REFUSALS_KEPT + 1)
-        self._at_most(machine, "records", records, RECORDS_KEPT)
-        self._at_most(machine, "outer gradients", len(machine.shelf), num)
-        self._at_most(machine, "rounds with outer gradients", len(machine.pulled), open_rounds)
-
-    def _at_most(self, machine: Machine, what: str, count: int, most: int) -> None:
-        self.hold(machine.name, promises.at_most(what, count, most))
-
     def _learner_goes_on(self, machine: Machine) -> None:
         learner = machine.learner
-        if learner.stepping and self.world.now > learner.next_boundary + 1e-6:
+        if (
+            learner.stepping
+            and not learner.stalled
+            and self.world.now > learner.next_boundary + 1e-6
+        ):
             raise self.broken(machine.name, f"the learner waits ({learner.next_boundary:.3f} s)")
 
     # ---------------------------------------------------------------- at times
@@ -333,6 +307,18 @@ class Checkers:
     def one_head(self) -> None:
         """Everybody settled on the same heads."""
         self.hold("swarm", promises.one_head(self.sights()))
+
+    def took_turns(self, tolerance: float) -> None:
+        """Equal machines made about equally many merges."""
+        merges = {str(name): self.merges[name] for name in self.world.machines}
+        broken = promises.taken_in_turns(merges, merges, tolerance)
+        self.hold("swarm", broken)
+
+    def spared_uplinks(self, copies_max: float) -> None:
+        """No synchronizer served one of its merges to more than so many others."""
+        most = max(self.world.errands.copies.values(), default=0.0)
+        what = "copies of a merge served by its synchronizer"
+        self.hold("swarm", promises.at_most(what, most, copies_max))
 
     def merged_since(self, since: float) -> None:
         """Every fragment was merged again after that moment."""

@@ -1,23 +1,13 @@
-"""What goes wrong, by name. Each fault begins at a moment and ends after a while; a schedule of
-them is drawn from the seed.
+"""What goes wrong, by name. Each fault begins at a moment and ends after a while; `schedule.py`
+draws them from the seed, and `lies.py` says what liars do.
 """
 
-import random
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
-from p2pdiloco.protocol.lineage import Contributor, Record
-from p2pdiloco.protocol.naming import PeerId, RoundId
-from p2pdiloco.protocol.wire import (
-    Committed,
-    ContributionReady,
-    Head,
-    Heartbeat,
-    Message,
-    RoundOpened,
-)
-from p2pdiloco.simulation.machine import Machine, digest
+from p2pdiloco.protocol.naming import PeerId
+from p2pdiloco.simulation.disk import Disk
 from p2pdiloco.simulation.network import Quality
 from p2pdiloco.simulation.world import World
 
@@ -29,15 +19,23 @@ class Fault(Protocol):
     def end(self, world: World) -> None: ...
 
 
+# -------------------------------------------------------------------- processes
+
+
 @dataclass(frozen=True, slots=True)
 class Crash:
-    """kill -9; starts again from its disk."""
+    """kill -9; starts again from its disk, or with an empty one if it was `wiped`."""
 
     name: PeerId
     duration_s: float
+    wiped: bool = False
 
     def begin(self, world: World) -> None:
-        world.crash(world.machines[self.name])
+        machine = world.machines[self.name]
+        world.crash(machine)
+        if self.wiped and not machine.node:
+            machine.disk = Disk.empty(world.swarm.num_fragments, machine.disk.incarnation)
+            world.checkers.blind.add(self.name)
 
     def end(self, world: World) -> None:
         world.start(world.machines[self.name])
@@ -69,6 +67,24 @@ class LearnerDeath:
         """The daemon itself starts it again."""
 
 
+@dataclass(slots=True)
+class Stall:
+    """SIGSTOP, to the daemon alone or to all that runs on the machine, then SIGCONT."""
+
+    name: PeerId
+    duration_s: float
+    with_learner: bool = False
+    life: int = -1
+
+    def begin(self, world: World) -> None:
+        machine = world.machines[self.name]
+        if machine.node:
+            self.life = world.stall(machine, self.with_learner)
+
+    def end(self, world: World) -> None:
+        world.go_on(world.machines[self.name], self.with_learner, self.life)
+
+
 @dataclass(frozen=True, slots=True)
 class SlowMachine:
     """Its owner plays a game."""
@@ -78,10 +94,88 @@ class SlowMachine:
     factor: float = 8.0
 
     def begin(self, world: World) -> None:
-        world.machines[self.name].learner.slowdown = self.factor
+        machine = world.machines[self.name]
+        machine.slowdown = machine.learner.slowdown = self.factor
 
     def end(self, world: World) -> None:
-        world.machines[self.name].learner.slowdown = 1.0
+        machine = world.machines[self.name]
+        machine.slowdown = machine.learner.slowdown = 1.0
+
+
+# -------------------------------------------------------------------- clocks, disks, memory
+
+
+@dataclass(frozen=True, slots=True)
+class ClockJump:
+    """The machine was suspended, and its clock counts that."""
+
+    name: PeerId
+    seconds: float
+    duration_s: float = 0.0
+
+    def begin(self, world: World) -> None:
+        world.jump(world.machines[self.name], self.seconds)
+
+    def end(self, world: World) -> None:
+        """The clock stays where it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClockDrift:
+    name: PeerId
+    rate: float
+    duration_s: float
+
+    def begin(self, world: World) -> None:
+        world.drift(world.machines[self.name], self.rate)
+
+    def end(self, world: World) -> None:
+        world.drift(world.machines[self.name], 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class FullDisk:
+    name: PeerId
+    duration_s: float
+
+    def begin(self, world: World) -> None:
+        world.machines[self.name].disk.full = True
+
+    def end(self, world: World) -> None:
+        world.machines[self.name].disk.full = False
+
+
+@dataclass(frozen=True, slots=True)
+class SlowDisk:
+    name: PeerId
+    write_s: float
+    duration_s: float
+
+    def begin(self, world: World) -> None:
+        world.machines[self.name].disk.write_s = self.write_s
+
+    def end(self, world: World) -> None:
+        world.machines[self.name].disk.write_s = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rot:
+    """A bit of a fragment's anchor flips in memory."""
+
+    name: PeerId
+    fragment: int
+    duration_s: float = 0.0
+
+    def begin(self, world: World) -> None:
+        machine = world.machines[self.name]
+        if machine.node and machine.replica[self.fragment]:
+            machine.rotten.add(self.fragment)
+
+    def end(self, world: World) -> None:
+        """The node itself finds and mends it."""
+
+
+# -------------------------------------------------------------------- the network
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,18 +194,43 @@ class Partition:
 
 
 @dataclass(frozen=True, slots=True)
-class CutLink:
-    """Two machines do not reach each other; all others reach both."""
+class OneWay:
+    """What `senders` send does not reach `receivers`; the other way all is well. Everybody as
+    senders makes a receiver deaf, which still beats; everybody as receivers makes a sender mute.
+    """
 
-    one: PeerId
-    other: PeerId
+    senders: tuple[PeerId, ...]
+    receivers: tuple[PeerId, ...]
     duration_s: float
 
     def begin(self, world: World) -> None:
-        world.network.cut(self.one, self.other)
+        for sender, receiver in self._ways():
+            world.network.block(sender, receiver)
 
     def end(self, world: World) -> None:
-        world.network.mend(self.one, self.other)
+        for sender, receiver in self._ways():
+            world.network.unblock(sender, receiver)
+
+    def _ways(self) -> Iterator[tuple[PeerId, PeerId]]:
+        return ((s, r) for s in self.senders for r in self.receivers if s != r)
+
+
+def cut_link(one: PeerId, other: PeerId, duration_s: float) -> tuple[OneWay, OneWay]:
+    """Two machines do not reach each other; all others reach both."""
+    return OneWay((one,), (other,), duration_s), OneWay((other,), (one,), duration_s)
+
+
+@dataclass(frozen=True, slots=True)
+class RelayDeath:
+    """Machines behind home routers no longer reach each other."""
+
+    duration_s: float
+
+    def begin(self, world: World) -> None:
+        world.network.relay_is_up = False
+
+    def end(self, world: World) -> None:
+        world.network.relay_is_up = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,160 +245,3 @@ class BadNetwork:
 
     def end(self, world: World) -> None:
         world.network.quality = world.network.usual
-
-
-@dataclass(frozen=True, slots=True)
-class Liar:
-    """Serves wrong bytes, and sends what breaks the protocol."""
-
-    name: PeerId
-    duration_s: float
-
-    def begin(self, world: World) -> None:
-        machine = world.machines[self.name]
-        machine.lying += 1
-        for index in range(4):
-            world.at(world.now + index * self.duration_s / 4, lambda: _tell_lies(world, machine))
-
-    def end(self, world: World) -> None:
-        world.machines[self.name].lying -= 1
-
-
-def _tell_lies(world: World, machine: Machine) -> None:
-    if not machine.node:
-        return
-    for peer in world.machines:
-        if peer != machine.name:
-            world.send(machine, peer, _lie(world, machine))
-
-
-def _lie(world: World, machine: Machine) -> Message:
-    """Well-formed messages, as the decoder lets no others in, that are wrong in every other way."""
-    assert machine.node
-    rng, num = world.rng, world.swarm.num_fragments
-    fragment = rng.randrange(2 * num)
-    register = machine.node.state.registers[fragment % num]
-    version = register.version + rng.choice((1, 2, 50))
-    round_id = RoundId(fragment, max(1, version), rng.randrange(2), rng.randrange(5))
-    record = Record(
-        run_id=rng.choice(("simulation", "another")),
-        fragment=fragment,
-        version=max(1, version),
-        parent=register.chain.digest if register.chain else digest("?"),
-        payload_digest=digest("payload", rng.random()),
-        payload_bytes=1000,
-        state_digest=digest("state", rng.random()),
-        contributors=(Contributor(machine.name, 2**49, 10),),
-        refused=(),
-        term=round_id.term,
-        attempt=round_id.attempt,
-        tokens_total=2**50,
-        reason="a lie",
-        synchronizer=rng.choice(sorted(world.machines)),
-        signature=b"forged",
-    )
-    heartbeat = Heartbeat(
-        run_id=f"another {rng.random()}",
-        protocol_version=1,
-        incarnation=10**6,
-        sequence=1,
-        name=machine.name,
-        ready=True,
-        uplink_mb_s=1e6,
-        step_s=0.0,
-        tokens_per_s=1e9,
-        local_steps=(10**6,) * num,
-        heads=(Head(10**6, digest("head"), 2**60),) * num,
-        sightings=(),
-    )
-    report = ContributionReady(round_id, 10**6, 2**49, 1, 0.0)
-    short = replace(heartbeat, run_id="simulation", heads=())
-    return rng.choice(
-        (Committed(record), heartbeat, short, report, RoundOpened(round_id, record.parent))
-    )
-
-
-# -------------------------------------------------------------------- schedules
-
-KINDS = (
-    "crash",
-    "crash",
-    "leave",
-    "learner",
-    "learner",
-    "slow",
-    "partition",
-    "partition",
-    "link",
-    "network",
-    "network",
-    "liar",
-    "blackout",
-)
-DURATION_MIN_S = 2.0
-DURATION_MAX_S = 20.0
-DOWN_MAX_S = 25.0
-
-
-def draw_schedule(
-    rng: random.Random, names: Sequence[PeerId], start: float, end: float, num_faults: int
-) -> list[tuple[float, Fault]]:
-    """Faults that all end before `end`, ascending by the moment when they begin."""
-    schedule: list[tuple[float, Fault]] = []
-    for _ in range(num_faults):
-        at = rng.uniform(start, end - DURATION_MIN_S)
-        duration_s = min(rng.uniform(DURATION_MIN_S, DURATION_MAX_S), end - at)
-        schedule.extend((at, fault) for fault in _draw(rng, names, duration_s))
-    return sorted(schedule, key=lambda entry: entry[0])
-
-
-def _draw(rng: random.Random, names: Sequence[PeerId], duration_s: float) -> list[Fault]:
-    one, other, *_ = rng.sample(names, len(names))
-    match rng.choice(KINDS):
-        case "crash":
-            return [Crash(one, duration_s)]
-        case "leave":
-            return [Leave(one, duration_s)]
-        case "learner":
-            return [LearnerDeath(one)]
-        case "slow":
-            return [SlowMachine(one, duration_s, rng.choice((3.0, 8.0, 20.0)))]
-        case "partition":
-            return [Partition(tuple(rng.sample(names, rng.randint(1, len(names) - 1))), duration_s)]
-        case "link":
-            return [CutLink(one, other, duration_s)]
-        case "liar":
-            return [Liar(one, duration_s)]
-        case "blackout":
-            back = [duration_s * rng.uniform(0.3, 1.0) for _ in names]
-            return [Crash(name, after_s) for name, after_s in zip(names, back, strict=True)]
-        case _:
-            return [BadNetwork(_bad_quality(rng), duration_s)]
-
-
-def _bad_quality(rng: random.Random) -> Quality:
-    return Quality(
-        delay_s=rng.choice((0.02, 0.2, 1.0)),
-        loss=rng.choice((0.05, 0.2, 0.5)),
-        duplicate=rng.choice((0.0, 0.1, 0.3)),
-    )
-
-
-def inflict(world: World, schedule: Sequence[tuple[float, Fault]]) -> float:
-    """Puts the faults on the world's heap; returns when the last one ends."""
-    last = 0.0
-    for at, fault in schedule:
-        world.at(at, lambda fault=fault: _begin(world, fault))  # type: ignore[misc]
-        world.at(at + fault.duration_s, lambda fault=fault: _end(world, fault))  # type: ignore[misc]
-        last = max(last, at + fault.duration_s)
-    return last
-
-
-def _begin(world: World, fault: Fault) -> None:
-    world.tell("fault", f"begins: {fault}")
-    fault.begin(world)
-
-
-def _end(world: World, fault: Fault) -> None:
-    world.tell("fault", f"ends: {fault}")
-    fault.end(world)

@@ -5,7 +5,7 @@ are looked at.
 import random
 from collections.abc import Callable
 
-from p2pdiloco.simulation.faults import draw_schedule, inflict
+from p2pdiloco.simulation.schedule import draw_schedule, inflict
 from p2pdiloco.simulation.world import Swarm, World
 
 FAULTS_BEGIN_S = 8.0

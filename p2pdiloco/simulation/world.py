@@ -1,58 +1,48 @@
-"""Machines in virtual time: a heap of (time, serial, machine, event), one seeded Random, and every
+"""Machines in virtual time: a heap of (time, serial, what happens), one seeded Random, and every
 action of the protocol carried out with plausible delays.
 
-The nodes are the production ones. Nothing here decides anything for them; what goes wrong is in
-`faults.py`, what must hold in `checkers.py`. `history` is a digest of all that happened: the same
-seed gives the same one.
+The nodes are the production ones. Nothing here decides anything for them; what they ask of others
+is in `errands.py`, what goes wrong in `faults.py`, what must hold in `checkers.py`. `history` is a
+digest of all that happened: the same seed gives the same one.
 """
 
 import hashlib
 import heapq
 import json
 import random
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
 from p2pdiloco.protocol import actions, events
-from p2pdiloco.protocol.lineage import Contributor, Record
-from p2pdiloco.protocol.naming import PeerId, RoundId
+from p2pdiloco.protocol.lineage import Record
+from p2pdiloco.protocol.naming import PeerId
 from p2pdiloco.protocol.node import Node
 from p2pdiloco.protocol.pacing import SyncTimes
 from p2pdiloco.protocol.state import NodeConfig
 from p2pdiloco.protocol.wire import Message
 from p2pdiloco.simulation.checkers import Checkers, PromiseBroken
-from p2pdiloco.simulation.machine import (
-    Contribution,
-    Disk,
-    FragmentLog,
-    KeyedSigner,
-    LearnerModel,
-    Machine,
-    State,
-    digest,
-    genesis_digest,
+from p2pdiloco.simulation.disk import WRITES_MAX, Disk, genesis_digest
+from p2pdiloco.simulation.errands import GENESIS_DONOR, Errands
+from p2pdiloco.simulation.learner import LEARNER_START_S, LearnerModel, Training
+from p2pdiloco.simulation.machine import INBOX_MAX, Clock, KeyedSigner, Machine
+from p2pdiloco.simulation.network import (
+    HALL_LINKS,
+    HOME,
+    RELAY_LINK,
+    LinkKind,
+    Network,
+    Quality,
 )
-from p2pdiloco.simulation.network import HOME, Network, Quality
 
 RUN_ID = "simulation"
-GENESIS_DONOR = PeerId("genesis-donor")
-LEARNER_START_S = 0.5
-LEARNER_RESTART_S = 1.0
-HANDOVER_S = 0.02
-ENCODE_S = 0.05
-MERGE_S = 0.05
-APPLY_S = 0.02
 PERSIST_S = 2.0
 DISCOVERY_S = 15.0
-STALL_S = 1.0
-"""A stream to a peer that does not answer is given up after this."""
 ANNOUNCED_S = 60.0
 """Discovery still names a machine for so long after it went down."""
-CHUNKS = 10
-"""Pieces in which a snapshot or a payload travels; each can come from another donor."""
-CHUNK_S = 0.01
+DRIFT = 0.03
+"""Clocks go too fast or too slow by up to this share: quartz is a thousand times better, a virtual
+machine whose host is overcommitted is not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +60,11 @@ class Swarm:
     step_spread: float = 0.3
     """Step times are drawn from `step_s * (1 +- step_spread)`; each step varies by a tenth."""
     network: Quality = HOME
+    links: LinkKind = HALL_LINKS
+    payload_bytes: int = 100_000
+    """Of an outer gradient and of a merge of one fragment."""
+    state_bytes: int = 1_000_000
+    """Of a whole state of one fragment."""
 
     @property
     def times(self) -> SyncTimes:
@@ -80,25 +75,6 @@ class Swarm:
             quorum=self.quorum,
             grace_factor=self.grace_factor,
         )
-
-
-@dataclass(slots=True)
-class _Transfer:
-    """A CatchUp under way: items are fetched in chunks, each from the first donor that gives it."""
-
-    catch_up: actions.CatchUp
-    item: int = 0
-    chunk: int = 0
-    donor: int = 0
-
-    @property
-    def num_items(self) -> int:
-        return len(self.catch_up.records) + (self.catch_up.snapshot is not None)
-
-    def record(self) -> Record | None:
-        """What the current item is: a merge, or None for the snapshot."""
-        index = self.item - (self.catch_up.snapshot is not None)
-        return self.catch_up.records[index] if index >= 0 else None
 
 
 class World:
@@ -116,11 +92,13 @@ class World:
         self.now = 0.0
         self.trace = trace
         self.network = Network(self.rng, swarm.network)
+        self.network.attach(GENESIS_DONOR, RELAY_LINK)
         self.machines = {m.name: m for m in map(self._new_machine, range(swarm.num_machines))}
         self.records: dict[str, Record] = {}
         self.last_seen: dict[PeerId, float] = {}
-        self.refused_bytes: Counter[str] = Counter()
         self.num_events = 0
+        self.errands = Errands(self)
+        self.training = Training(self)
         self.checkers = Checkers(self)
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._serial = 0
@@ -128,15 +106,16 @@ class World:
 
     def _new_machine(self, index: int) -> Machine:
         rng, swarm = self.rng, self.swarm
+        name, num = PeerId(f"machine-{index:03d}"), swarm.num_fragments
+        self.network.attach(name, swarm.links.draw(rng))
         step_s = swarm.step_s * (1 + swarm.step_spread * rng.uniform(-1, 1))
-        num = swarm.num_fragments
         return Machine(
-            name=PeerId(f"machine-{index:03d}"),
-            disk=Disk([FragmentLog() for _ in range(num)]),
+            name=name,
+            disk=Disk.empty(num),
             learner=LearnerModel(num, step_s, tokens_per_step=rng.choice((128, 256, 512))),
-            clock_rate=1 + rng.uniform(-1e-3, 1e-3),
-            clock_offset=rng.uniform(0, 1e4),
+            clock=Clock(rate=1 + rng.uniform(-DRIFT, DRIFT), offset=rng.uniform(0, 1e4)),
             replica=[None] * num,
+            newest=[None] * num,
         )
 
     # ---------------------------------------------------------------- time
@@ -181,7 +160,8 @@ class World:
         disk.incarnation += 1
         loaded = [log.load() for log in disk.fragments]
         machine.replica = [part[1] if part else None for part in loaded]
-        machine.shelf, machine.pulled, machine.merged, machine.catching_up = {}, {}, {}, {}
+        machine.newest = [None] * len(loaded)
+        machine.forget()
         machine.node = Node(
             self._config(machine),
             KeyedSigner(machine.name),
@@ -198,7 +178,7 @@ class World:
         self.checkers.started(machine)
         self._discover(machine, machine.life)
         self._persist(machine, machine.life)
-        self._soon(machine, LEARNER_START_S, lambda: self._start_learner(machine))
+        self.soon(machine, LEARNER_START_S, lambda: self.training.start(machine))
 
     def start_all(self, spread_s: float = 1.0) -> None:
         for machine in self.machines.values():
@@ -211,23 +191,45 @@ class World:
             self._down(machine)
 
     def leave(self, machine: Machine) -> None:
-        """The owner stops the daemon, which says goodbye and saves its ledger."""
-        if machine.node:
+        """The owner stops the daemon, which says goodbye and saves its ledger. One that stands
+        still hears nothing of it: it is killed.
+        """
+        if machine.stalled:
+            self.crash(machine)
+        elif machine.node:
             self.tell(machine.name, "leaves")
             self.handle(machine, events.LeaveAsked())
-            self._save(machine)
+            self.save(machine)
             self._down(machine)
 
     def kill_learner(self, machine: Machine) -> None:
-        learner = machine.learner
-        if not (machine.node and learner.alive):
+        self.training.kill(machine)
+
+    def stall(self, machine: Machine, with_learner: bool) -> int:
+        """SIGSTOP to the daemon, or to all that runs there. Returns what `go_on` wants to know."""
+        machine.stalled += 1
+        machine.learner.stalled += with_learner
+        return machine.life
+
+    def go_on(self, machine: Machine, with_learner: bool, life: int) -> None:
+        """SIGCONT; a machine that was started anew meanwhile did not stand still."""
+        if machine.life != life:
             return
-        learner.stop()
-        asked = [learner.asked[p] for p in sorted(learner.asked)]
-        self.handle(machine, events.LearnerStopped("killed"))
-        for round_id in asked:
-            self.handle(machine, events.ContributionFailed(round_id, "the learner died"))
-        self._soon(machine, LEARNER_RESTART_S, lambda: self._start_learner(machine))
+        machine.stalled -= 1
+        machine.learner.stalled -= with_learner
+        self.training.go_on(machine)
+        while machine.backlog and machine.answers:
+            machine.backlog.popleft()()
+        machine.messages_waiting = 0
+
+    def jump(self, machine: Machine, seconds: float) -> None:
+        """Its clock is set forward, as after a suspension."""
+        machine.clock.jump(seconds)
+        self._reschedule_wake(machine)
+
+    def drift(self, machine: Machine, rate: float) -> None:
+        machine.clock.go_at(rate, self.now)
+        self._reschedule_wake(machine)
 
     def settle(self) -> None:
         """Asks every living node to reach the newest heads and stay there."""
@@ -238,6 +240,8 @@ class World:
         machine.node = None
         machine.life += 1
         machine.learner.stop()
+        machine.forget()
+        machine.disk.power_lost()
         self.last_seen[machine.name] = self.now
 
     def _config(self, machine: Machine) -> NodeConfig:
@@ -264,69 +268,56 @@ class World:
 
     def _persist(self, machine: Machine, life: int) -> None:
         if machine.life == life:
-            self._save(machine)
-            self.at(self.now + PERSIST_S, lambda: self._persist(machine, life))
+            self.save(machine)
+            self.soon(machine, PERSIST_S, lambda: self._persist(machine, life))
+
+    def save(self, machine: Machine) -> None:
+        """Keeps what a later life of the node needs."""
+        assert machine.node
+        disk, saved = machine.disk, json.dumps(machine.node.save())
+
+        def keep() -> None:
+            disk.saved = saved
+
+        self.write(machine, keep)
+
+    def write(self, machine: Machine, write: Callable[[], None]) -> bool:
+        """Writes in order, each when the disk is through with those before; False when there is no
+        room.
+        """
+        disk = machine.disk
+        if disk.full or disk.waiting >= WRITES_MAX:
+            return False
+        if disk.write_s == 0 and disk.free_at <= self.now:
+            write()
+            return True
+        disk.free_at = max(disk.free_at, self.now) + disk.write_s
+        disk.waiting += 1
+        life = machine.life
+        self.at(disk.free_at, lambda: self._written(machine, life, write))
+        return True
 
     @staticmethod
-    def _save(machine: Machine) -> None:
-        assert machine.node
-        machine.disk.saved = json.dumps(machine.node.save())
+    def _written(machine: Machine, life: int, write: Callable[[], None]) -> None:
+        if machine.life == life:
+            machine.disk.waiting -= 1
+            write()
 
-    def _soon(self, machine: Machine, delay_s: float, happen: Callable[[], None]) -> None:
-        """Something inside the machine that ends with its present life."""
+    def soon(self, machine: Machine, delay_s: float, happen: Callable[[], None]) -> None:
+        """Something that the daemon does, unless its present life ends before; while it is stopped,
+        it waits.
+        """
         life = machine.life
-        self.at(self.now + delay_s, lambda: happen() if machine.life == life else None)
 
-    def _answer(self, machine: Machine, delay_s: float, event: events.Event) -> None:
-        self._soon(machine, delay_s, lambda: self.handle(machine, event))
+        def fall_due() -> None:
+            if machine.life != life:
+                return
+            if machine.stalled:
+                machine.backlog.append(happen)
+            else:
+                happen()
 
-    # ---------------------------------------------------------------- the learner
-
-    def _start_learner(self, machine: Machine) -> None:
-        machine.learner.start()
-        self.handle(machine, events.LearnerStarted())
-
-    def _boundary(self, machine: Machine, life: int) -> None:
-        """A step boundary: counters first, then arrivals, then the snapshots that can be taken."""
-        learner = machine.learner
-        if learner.life != life or not learner.alive:
-            return
-        if learner.stepping:
-            learner.step()
-            machine.tokens_this_life += learner.tokens_per_step
-            step_s = learner.step_s * learner.slowdown
-            self.handle(machine, events.StepsDone(1, learner.tokens_per_step, step_s))
-        for p in sorted(learner.waiting):
-            version = learner.waiting[p].version
-            tokens = learner.receive(p)
-            self.handle(machine, events.FragmentInstalled(p, version, tokens))
-        for p in sorted(learner.asked):
-            self._snapshot(machine, p)
-        learner.stepping = learner.complete
-        if learner.stepping:
-            pace = learner.step_s * learner.slowdown * self.rng.uniform(0.9, 1.1)
-            learner.next_boundary = self.now + pace
-            self._soon(machine, pace, lambda: self._boundary(machine, life))
-
-    def _snapshot(self, machine: Machine, fragment: int) -> None:
-        learner = machine.learner
-        round_id, held = learner.asked[fragment], learner.held[fragment]
-        if not held or held.version < round_id.version - 1 or learner.steps[fragment] < 1:
-            return
-        del learner.asked[fragment]
-        if held.version > round_id.version - 1:
-            reason = f"the learner is at v{held.version}"
-            self.handle(machine, events.ContributionFailed(round_id, reason))
-            return
-        steps = learner.steps[fragment]
-        tokens = steps * learner.tokens_per_step
-        made = Contribution(round_id, machine.name, held.digest, steps, tokens)
-        self._soon(machine, ENCODE_S, lambda: self._prepared(machine, made))
-
-    def _prepared(self, machine: Machine, made: Contribution) -> None:
-        machine.shelf[made.round.fragment] = made
-        answer = events.ContributionPrepared(made.round, made.steps, made.tokens, num_bytes=1000)
-        self.handle(machine, answer)
+        self.at(self.now + delay_s, fall_due)
 
     # ---------------------------------------------------------------- the nodes
 
@@ -335,11 +326,16 @@ class World:
         node = machine.node
         if not node:
             return
+        if machine.stalled:
+            machine.backlog.append(lambda: self.handle(machine, event))
+            return
         self.num_events += 1
         try:
             wanted = node.handle(event, machine.local(self.now))
         except AssertionError as error:
             raise PromiseBroken(self, machine.name, f"an assertion of the node: {error}") from error
+        if isinstance(event, events.StepsDone):
+            machine.tokens_this_life += event.tokens
         self._note(machine, event, wanted)
         self.checkers.before_actions(machine, event, wanted)
         for action in wanted:
@@ -358,10 +354,15 @@ class World:
         deadline = node.deadline
         if deadline is None:
             return
-        when = max(machine.from_local(deadline), self.now) + 1e-6
+        when = max(machine.clock.when(deadline), self.now) + 1e-6
         if machine.wake_at is None or when < machine.wake_at:
             machine.wake_at = when
-            self._soon(machine, when - self.now, lambda: self._wake(machine, when))
+            self.soon(machine, when - self.now, lambda: self._wake(machine, when))
+
+    def _reschedule_wake(self, machine: Machine) -> None:
+        machine.wake_at = None
+        if machine.node:
+            self._schedule_wake(machine, machine.node)
 
     def _wake(self, machine: Machine, when: float) -> None:
         if machine.wake_at != when:
@@ -371,6 +372,7 @@ class World:
         self.checkers.woke(machine)
 
     def _carry_out(self, machine: Machine, action: actions.Action) -> None:  # noqa: C901
+        errands = self.errands
         match action:
             case actions.Send(peer, message):
                 self.send(machine, peer, message)
@@ -382,20 +384,20 @@ class World:
                 machine.shelf.pop(fragment, None)
                 machine.learner.asked.pop(fragment, None)
             case actions.PullContribution(round_id, peer):
-                self._pull(machine, round_id, peer)
+                errands.pull(machine, round_id, peer)
             case actions.MergeRound(round_id, parts):
-                self._soon(machine, MERGE_S, lambda: self._merge(machine, round_id, parts))
+                errands.merge(machine, round_id, parts)
             case actions.DropRound(round_id):
                 machine.pulled.pop(round_id, None)
                 machine.merged.pop(round_id, None)
             case actions.CommitRecord(record):
-                self._commit(machine, record)
+                errands.commit(machine, record)
             case actions.FetchRecords():
-                self._fetch_records(machine, action)
+                errands.fetch_records(machine, action)
             case actions.CatchUp():
-                self._catch_up(machine, action)
+                errands.catch_up(machine, action)
             case actions.InstallFragment(fragment, version):
-                self._install(machine, fragment, version)
+                self.training.install(machine, fragment, version)
             case _:
                 assert_never(action)
 
@@ -404,190 +406,13 @@ class World:
         if receiver:
             event = events.MessageArrived(machine.name, message)
             for delay_s in self.network.arrivals(machine.name, peer):
-                self.at(self.now + delay_s, lambda: self.handle(receiver, event))
+                self.at(self.now + delay_s, lambda: self._arrives(receiver, event))
 
-    def _install(self, machine: Machine, fragment: int, version: int) -> None:
-        state, learner = machine.replica[fragment], machine.learner
-        self.checkers.installing(machine, fragment, version, state)
-        assert state
-        learner.waiting[fragment] = state
-        if not learner.stepping:
-            life = learner.life
-            self._soon(machine, HANDOVER_S, lambda: self._first_boundary(machine, life))
-
-    def _first_boundary(self, machine: Machine, life: int) -> None:
-        if not machine.learner.stepping:
-            self._boundary(machine, life)
-
-    # ---------------------------------------------------------------- rounds
-
-    def _reaches(self, machine: Machine, peer: PeerId) -> Machine | None:
-        other = self.machines.get(peer)
-        usable = other and other.node and self.network.connected(machine.name, peer)
-        return other if usable else None
-
-    def _pull(self, machine: Machine, round_id: RoundId, peer: PeerId) -> None:
-        machine.pulled.setdefault(round_id, {})
-        usable = self._reaches(machine, peer)
-        delay_s = self.network.round_trip_s() + CHUNK_S * CHUNKS if usable else STALL_S
-        self._soon(machine, delay_s, lambda: self._pull_ends(machine, round_id, peer))
-
-    def _pull_ends(self, machine: Machine, round_id: RoundId, peer: PeerId) -> None:
-        other = self._reaches(machine, peer)
-        found = other.shelf.get(round_id.fragment) if other else None
-        answer: events.Event
-        wanted = other and other.node and other.node.state.registers[round_id.fragment].offer
-        if not other or not found or found.round != round_id:
-            reason = "no such contribution" if other else "unreachable"
-            answer = events.PullFailed(round_id, peer, reason)
-        elif other is not machine and (not wanted or wanted.synchronizer != machine.name):
-            reason = "it is not for this synchronizer"
-            answer = events.PullFailed(round_id, peer, reason)
-        elif other.lying and other is not machine:
-            self.refused_bytes[peer] += 1
-            answer = events.PullFailed(round_id, peer, "values that are not finite", hostile=True)
-        else:
-            if round_id in machine.pulled:
-                machine.pulled[round_id][peer] = found
-            answer = events.ContributionPulled(round_id, peer, found.steps, found.tokens)
-        self.handle(machine, answer)
-
-    def _merge(self, machine: Machine, round_id: RoundId, parts: tuple[Contributor, ...]) -> None:
-        pulled, state = machine.pulled.get(round_id), machine.replica[round_id.fragment]
-        if pulled is None:
-            return
-        if state is None or state.version != round_id.version - 1:
-            self.handle(machine, events.MergeFailed(round_id, "the replica has moved on"))
-            return
-        merged = [pulled[part.peer] for part in parts]
-        self.checkers.merging(machine, state, merged, parts)
-        payload = digest("payload", [contribution.digest for contribution in merged])
-        machine.merged[round_id] = after = state.apply(payload)
-        self.handle(machine, events.RoundMerged(round_id, payload, 1000, after.digest))
-
-    def _commit(self, machine: Machine, record: Record) -> None:
-        round_id = RoundId(record.fragment, record.version, record.term, record.attempt)
-        self.checkers.committing(machine, record)
-        self.records[record.digest] = record
-        self._put(machine, record, machine.merged.pop(round_id))
-        machine.pulled.pop(round_id, None)
-
-    def _put(self, machine: Machine, record: Record, state: State) -> None:
-        machine.replica[record.fragment] = state
-        machine.disk.fragments[record.fragment].put_merge(record, state)
-
-    # ---------------------------------------------------------------- catching up
-
-    def _fetch_records(self, machine: Machine, action: actions.FetchRecords) -> None:
-        known = action.peer == GENESIS_DONOR or self._reaches(machine, action.peer)
-        delay_s = self.network.round_trip_s() if known else STALL_S
-        self._soon(machine, delay_s, lambda: self._records_arrive(machine, action))
-
-    def _records_arrive(self, machine: Machine, action: actions.FetchRecords) -> None:
-        peer, fragment = action.peer, action.fragment
-        other = self._reaches(machine, peer)
-        answer: events.Event
-        if peer == GENESIS_DONOR:
-            snapshot = events.SnapshotInfo(0, genesis_digest(fragment))
-            answer = events.RecordsFetched(peer, fragment, (), (snapshot,))
-        elif not other or not other.node:
-            answer = events.RecordsFailed(peer, fragment, "unreachable")
-        else:
-            newest = other.disk.fragments[fragment].newest_snapshot()
-            after = min([action.after_version, *(s.version - 1 for s in newest)])
-            records = other.node.records_after(fragment, max(0, after))
-            answer = events.RecordsFetched(peer, fragment, records, newest)
-        self.handle(machine, answer)
-
-    def _catch_up(self, machine: Machine, action: actions.CatchUp) -> None:
-        fragment = action.fragment
-        machine.catching_up[fragment] = machine.catching_up.get(fragment, 0) + 1
-        self._next_chunk(machine, _Transfer(action))
-
-    def _next_chunk(self, machine: Machine, transfer: _Transfer) -> None:
-        if transfer.donor >= len(transfer.catch_up.donors):
-            self._catch_up_fails(machine, transfer, "no donor has what is needed")
-            return
-        donor = transfer.catch_up.donors[transfer.donor]
-        has = self._holds(machine, donor, transfer)
-        if has is None:
-            self._soon(machine, STALL_S, lambda: self._next_donor(machine, transfer))
-        elif not has:
-            self._soon(
-                machine, self.network.round_trip_s(), lambda: self._next_donor(machine, transfer)
-            )
-        else:
-            self._soon(machine, CHUNK_S, lambda: self._chunk_ends(machine, transfer, donor))
-
-    def _next_donor(self, machine: Machine, transfer: _Transfer) -> None:
-        transfer.donor += 1
-        self._next_chunk(machine, transfer)
-
-    def _holds(self, machine: Machine, donor: PeerId, transfer: _Transfer) -> bool | None:
-        """Whether the donor has the current item; None when it cannot be reached."""
-        fragment, record = transfer.catch_up.fragment, transfer.record()
-        if donor == GENESIS_DONOR:
-            snapshot = transfer.catch_up.snapshot
-            return record is None and snapshot is not None and snapshot.version == 0
-        other = self._reaches(machine, donor)
-        if not other:
-            return None
-        log = other.disk.fragments[fragment]
-        if record:
-            return log.has_merge(record)
-        assert transfer.catch_up.snapshot
-        return log.has_snapshot(transfer.catch_up.snapshot)
-
-    def _chunk_ends(self, machine: Machine, transfer: _Transfer, donor: PeerId) -> None:
-        """A chunk that arrived stays, whoever gave it; wrong bytes show when the item is whole."""
-        if donor != GENESIS_DONOR and not self._reaches(machine, donor):
-            self._next_donor(machine, transfer)
-            return
-        transfer.chunk += 1
-        if transfer.chunk < CHUNKS:
-            self._next_chunk(machine, transfer)
-            return
-        transfer.chunk = 0
-        if donor != GENESIS_DONOR and self.machines[donor].lying:
-            self._accuse(machine, donor)
-            self._next_donor(machine, transfer)
-            return
-        self._soon(machine, APPLY_S, lambda: self._item_arrives(machine, transfer))
-
-    def _accuse(self, machine: Machine, donor: PeerId) -> None:
-        self.refused_bytes[donor] += 1
-        self.handle(machine, events.WrongBytes(donor, "bytes of another digest"))
-
-    def _item_arrives(self, machine: Machine, transfer: _Transfer) -> None:
-        catch_up, record = transfer.catch_up, transfer.record()
-        fragment, snapshot = catch_up.fragment, catch_up.snapshot
-        if record is None:
-            assert snapshot
-            state = State(snapshot.version, snapshot.state_digest)
-            machine.replica[fragment] = state
-            log = machine.disk.fragments[fragment]
-            log.put_snapshot(state, catch_up.snapshot_record)
-        else:
-            before = machine.replica[fragment]
-            assert before and before.version == record.version - 1, (machine.name, before, record)
-            state = before.apply(record.payload_digest)
-            if state.digest != record.state_digest:
-                self._catch_up_fails(machine, transfer, "our state had diverged", diverged=True)
+    def _arrives(self, machine: Machine, event: events.MessageArrived) -> None:
+        """The inbox of a daemon that stands still fills up, then it refuses."""
+        if machine.stalled and machine.node:
+            if machine.messages_waiting >= INBOX_MAX:
+                machine.messages_refused += 1
                 return
-            self._put(machine, record, state)
-        transfer.item, transfer.donor = transfer.item + 1, 0
-        if transfer.item == transfer.num_items:
-            machine.catching_up[fragment] -= 1
-        event = events.StateReached(fragment, state.version, state.digest, record)
+            machine.messages_waiting += 1
         self.handle(machine, event)
-        if record is None:
-            self._save(machine)  # the disk has another lineage now, on which other tokens are lost
-        if transfer.item < transfer.num_items:
-            self._next_chunk(machine, transfer)
-
-    def _catch_up_fails(
-        self, machine: Machine, transfer: _Transfer, reason: str, diverged: bool = False
-    ) -> None:
-        fragment = transfer.catch_up.fragment
-        machine.catching_up[fragment] -= 1
-        self.handle(machine, events.CatchUpFailed(fragment, reason, diverged))

@@ -1,4 +1,4 @@
-"""Each promise holds where it should and says what is broken where it is, without any simulation."""
+"""Each promise holds where it should, and says what is broken where it is not kept."""
 
 from dataclasses import replace
 

@@ -9,13 +9,18 @@ import pytest
 from p2pdiloco.protocol.ledger import BRANCH
 from p2pdiloco.protocol.naming import PeerId
 from p2pdiloco.protocol.state import Condition
-from p2pdiloco.simulation.faults import Crash, Leave, Liar, Partition, inflict
-from p2pdiloco.simulation.machine import Machine, State
+from p2pdiloco.simulation.disk import State
+from p2pdiloco.simulation.faults import Crash, Leave, Partition
+from p2pdiloco.simulation.lies import Liar
+from p2pdiloco.simulation.machine import Machine
 from p2pdiloco.simulation.network import Quality
+from p2pdiloco.simulation.schedule import inflict
 from p2pdiloco.simulation.trial import finish, run_trial
-from p2pdiloco.simulation.world import CHUNK_S, Swarm, World
+from p2pdiloco.simulation.world import Swarm, World
 
 PERFECT = Quality()
+CHUNK_S = 0.05
+"""About what a chunk of 1 MiB takes in these tests."""
 TRIALS_PER_BLOCK = 20
 
 
@@ -217,7 +222,8 @@ def test_a_joiner_ends_exactly_at_the_head(at: float) -> None:
 
 @pytest.mark.parametrize("chunks", [1, 5, 9])
 def test_a_donor_that_dies_in_the_middle_is_replaced(chunks: int) -> None:
-    world = World(seed=2, swarm=Swarm(num_machines=4, network=PERFECT, num_fragments=1))
+    swarm = Swarm(num_machines=4, network=PERFECT, num_fragments=1, state_bytes=10 << 20)
+    world = World(seed=2, swarm=swarm)
     *others, joiner = world.machines.values()
     for machine in others:
         world.start(machine)
@@ -241,7 +247,7 @@ def test_a_donor_that_dies_in_the_middle_is_replaced(chunks: int) -> None:
 def test_after_a_partition_the_tokens_of_the_losing_branch_are_named() -> None:
     world = world_of(5)
     side = (name(1), name(4))
-    world.run(until=inflict(world, [(15.0, Partition(side, 25.0))]))
+    world.run(until=inflict(world, [(15.0, Partition(side, 24.0))]))
     finish(world)
     assert world.checkers.forks >= world.swarm.num_fragments
     on_it = set()

@@ -1,0 +1,164 @@
+"""The learner of a machine: inner steps for ever, arrivals and snapshots at step boundaries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from p2pdiloco.protocol import events
+from p2pdiloco.protocol.naming import RoundId
+from p2pdiloco.simulation.disk import State
+
+if TYPE_CHECKING:
+    from p2pdiloco.simulation.machine import Machine
+    from p2pdiloco.simulation.world import World
+
+LEARNER_START_S = 0.5
+LEARNER_RESTART_S = 1.0
+HANDOVER_S = 0.02
+ENCODE_S = 0.05
+
+
+@dataclass
+class LearnerModel:
+    """Takes inner steps at its own pace for ever, once it received every fragment.
+
+    `waiting` are states handed over for its next step boundary, `asked` the snapshots wanted from
+    it; `held` what it trains on.
+    """
+
+    num_fragments: int
+    step_s: float
+    tokens_per_step: int
+    alive: bool = False
+    life: int = 0
+    slowdown: float = 1.0
+    stalled: int = 0
+    resume: Callable[[], None] | None = None
+    """The boundary that fell due while it stood still."""
+    stepping: bool = False
+    held: list[State | None] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    waiting: dict[int, State] = field(default_factory=dict)
+    asked: dict[int, RoundId] = field(default_factory=dict)
+    steps_total: int = 0
+    next_boundary: float = 0.0
+
+    def start(self) -> None:
+        self.alive, self.stepping, self.life = True, False, self.life + 1
+        self.held = [None] * self.num_fragments
+        self.steps = [0] * self.num_fragments
+        self.waiting, self.asked = {}, {}
+
+    def stop(self) -> None:
+        self.alive, self.stepping, self.resume = False, False, None
+
+    def step(self) -> None:
+        self.steps = [steps + 1 for steps in self.steps]
+        self.steps_total += 1
+
+    def receive(self, fragment: int) -> int:
+        """Overwrites a fragment; returns the tokens counted on the version before."""
+        tokens = self.steps[fragment] * self.tokens_per_step
+        self.held[fragment], self.steps[fragment] = self.waiting.pop(fragment), 0
+        return tokens
+
+    @property
+    def complete(self) -> bool:
+        return all(self.held)
+
+
+class Training:
+    """Runs the learners of a world."""
+
+    def __init__(self, world: World):
+        self.world = world
+
+    def start(self, machine: Machine) -> None:
+        machine.learner.start()
+        self.world.handle(machine, events.LearnerStarted())
+
+    def kill(self, machine: Machine) -> None:
+        """Its daemon starts it again."""
+        learner, world = machine.learner, self.world
+        if not (machine.node and learner.alive):
+            return
+        learner.stop()
+        asked = [learner.asked[p] for p in sorted(learner.asked)]
+        world.handle(machine, events.LearnerStopped("killed"))
+        for round_id in asked:
+            world.handle(machine, events.ContributionFailed(round_id, "the learner died"))
+        world.soon(machine, LEARNER_RESTART_S, lambda: self.start(machine))
+
+    def go_on(self, machine: Machine) -> None:
+        """After it stood still."""
+        learner = machine.learner
+        if learner.resume and not learner.stalled:
+            resume, learner.resume = learner.resume, None
+            learner.next_boundary = self.world.now
+            resume()
+
+    def install(self, machine: Machine, fragment: int, version: int) -> None:
+        state, learner = machine.replica[fragment], machine.learner
+        self.world.checkers.installing(machine, fragment, version, state)
+        assert state
+        learner.waiting[fragment] = state
+        if not learner.stepping:
+            self._soon(machine, HANDOVER_S, lambda: self._first_boundary(machine))
+
+    def _first_boundary(self, machine: Machine) -> None:
+        if not machine.learner.stepping:
+            self._boundary(machine)
+
+    def _soon(self, machine: Machine, delay_s: float, happen: Callable[[], None]) -> None:
+        """Something that the learner process does, whether or not its daemon stands still."""
+        world, learner, life = self.world, machine.learner, machine.learner.life
+
+        def fall_due() -> None:
+            if learner.life != life or not learner.alive:
+                return
+            if learner.stalled:
+                learner.resume = happen
+            else:
+                happen()
+
+        world.at(world.now + delay_s, fall_due)
+
+    def _boundary(self, machine: Machine) -> None:
+        """A step boundary: counters first, then arrivals, then the snapshots that can be taken."""
+        world, learner = self.world, machine.learner
+        if learner.stepping:
+            learner.step()
+            step_s = learner.step_s * learner.slowdown
+            world.handle(machine, events.StepsDone(1, learner.tokens_per_step, step_s))
+        for p in sorted(learner.waiting):
+            version = learner.waiting[p].version
+            tokens = learner.receive(p)
+            world.handle(machine, events.FragmentInstalled(p, version, tokens))
+        for p in sorted(learner.asked):
+            self._snapshot(machine, p)
+        learner.stepping = learner.complete
+        if learner.stepping:
+            pace = learner.step_s * learner.slowdown * world.rng.uniform(0.9, 1.1)
+            learner.next_boundary = world.now + pace
+            self._soon(machine, pace, lambda: self._boundary(machine))
+
+    def _snapshot(self, machine: Machine, fragment: int) -> None:
+        learner, world = machine.learner, self.world
+        round_id, held = learner.asked[fragment], learner.held[fragment]
+        if not held or held.version < round_id.version - 1 or learner.steps[fragment] < 1:
+            return
+        del learner.asked[fragment]
+        if held.version > round_id.version - 1:
+            reason = f"the learner is at v{held.version}"
+            world.handle(machine, events.ContributionFailed(round_id, reason))
+            return
+        steps = learner.steps[fragment]
+        tokens = steps * learner.tokens_per_step
+        encode_s = ENCODE_S * machine.slowdown
+        world.soon(
+            machine,
+            encode_s,
+            lambda: world.errands.shelve(machine, round_id, held.digest, steps, tokens),
+        )
