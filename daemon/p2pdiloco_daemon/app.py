@@ -31,6 +31,7 @@ from p2pdiloco_daemon.chores import (
     discover,
     keep_house,
     settle_when_asked,
+    tell_of_sleep,
 )
 from p2pdiloco_daemon.exchange import Exchange, ExchangeError
 from p2pdiloco_daemon.holdings import Holdings
@@ -208,13 +209,16 @@ async def _take_part(ground: Ground, signed: SignedSpec) -> None:
         shell = NodeShell(node, holdings, ground.exchange, tasks)
         shelf = NodeShelf(signed.pack(), node, holdings)
 
+        look_again = asyncio.Event()
+
         async def on_the_network(host: Host) -> None:
             server = exchange_application(shelf, ground.traffic, shell.take_message)
             async with host.serving(server):
-                await discover(host, place.run_id, shell, holdings)
+                await discover(host, place.run_id, shell, holdings, look_again)
 
         await stack.enter_async_context(network.working(on_the_network))
-        lag, report = LagMonitor(), LearnerReport()
+        lag = LagMonitor(partial(tell_of_sleep, shell, look_again))
+        report = LearnerReport()
         board.reporter = Reporter(
             spec=signed.spec,
             run_id=signed.run_id,

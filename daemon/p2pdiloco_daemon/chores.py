@@ -44,8 +44,23 @@ async def settle_when_asked(
     shell.post(events.SettleAsked())
 
 
-async def discover(host: Host, run_id: str, shell: NodeShell, holdings: Holdings) -> None:
-    """Announces this node and finds the others, for ever, with growing pauses."""
+def tell_of_sleep(shell: NodeShell, look_again: asyncio.Event, seconds: float) -> None:
+    """For log and page; and has `discover` look for the others at once."""
+    text = (
+        f"this machine slept, or the process was stopped, for {seconds:.0f} s; "
+        "looking for the others again"
+    )
+    shell.notes.append((asyncio.get_running_loop().time(), text))
+    logger.warning("%s", text)
+    look_again.set()
+
+
+async def discover(
+    host: Host, run_id: str, shell: NodeShell, holdings: Holdings, look_again: asyncio.Event
+) -> None:
+    """Announces this node and finds the others, for ever, with growing pauses; `look_again` ends
+    one and makes the next ones short.
+    """
     discovery = Discovery(host, run_id)
     remembered = await holdings.on_disk(holdings.load_peers)
     for peer, addresses in remembered.items():
@@ -73,8 +88,14 @@ async def discover(host: Host, run_id: str, shell: NodeShell, holdings: Holdings
         except Expected as error:
             logger.warning("discovery: %s", error or "no answer from the DHT")
         shell.post(events.PeersFound(members))
-        await asyncio.sleep(pause_s)
-        pause_s = min(2 * pause_s, longest_s)
+        try:
+            async with asyncio.timeout(pause_s):
+                await look_again.wait()
+        except TimeoutError:
+            pause_s = min(2 * pause_s, longest_s)
+        else:
+            look_again.clear()
+            pause_s = DISCOVERY_S[0]
 
 
 async def keep_house(
