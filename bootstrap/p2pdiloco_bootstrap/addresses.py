@@ -60,13 +60,28 @@ def decode(encoded: bytes) -> str | None:
     """The text of what p2pd reports; None for transports that we do not speak (QUIC, WebRTC...)."""
     relay = encoded.removesuffix(_CIRCUIT_CODE)
     if relay != encoded:
-        transport, _, multihash = relay.partition(_P2P_CODE)
-        text = decode(transport)
-        return text and f"{text}/p2p/{base58_encode(multihash[1:])}{_CIRCUIT}"
+        return decode_circuit(relay)
     try:
         return str(Multiaddr(encoded))
     except (ValueError, LookupError):
         return None
+
+
+def decode_circuit(relay: bytes) -> str | None:
+    """The address that leads through a relay, whose own address with `/p2p/RELAY` is given."""
+    transport, _, multihash = relay.partition(_P2P_CODE)
+    text = decode(transport) if multihash else None
+    return text and f"{text}/p2p/{base58_encode(multihash[1:])}{_CIRCUIT}"
+
+
+def through(relay_address: str, relay: str) -> str:
+    """The address of whoever has a slot at `relay`, which is dialed at `relay_address`."""
+    return f"{relay_address}/p2p/{relay}{_CIRCUIT}"
+
+
+def is_relayed(address: str) -> bool:
+    """Whether an address leads through a relay."""
+    return _CIRCUIT in address
 
 
 def is_loopback(address: str) -> bool:

@@ -76,6 +76,7 @@ async def running_bootstrap(options: BootstrapOptions) -> AsyncIterator[FirstPee
         host = await stack.enter_async_context(open_host(host_options))
         await stack.enter_async_context(host.serving(exchange_application(shelf, traffic)))
         discovery = Discovery(host, signed.run_id)
+        host.consult(discovery)
         announcing = asyncio.create_task(discovery.keep_announced((BOOTSTRAP_ROLE,)))
         stack.push_async_callback(_cancelled, announcing)
         yield FirstPeer(host, discovery, traffic, signed.run_id)

@@ -48,6 +48,15 @@ class Control:
         async with self._asking(_request("CONNECT", connect=asked)):
             pass
 
+    async def disconnect(self, peer: str) -> None:
+        """Closes all connections to `peer`."""
+        asked = p2pd_pb2.DisconnectRequest(peer=base58_decode(peer))
+        async with (
+            asyncio.timeout(CONTROL_TIMEOUT_S),
+            self._asking(_request("DISCONNECT", disconnect=asked)),
+        ):
+            pass
+
     async def open_stream(self, peer: str, protocol: str) -> Stream:
         """A stream to the peer's handler of `protocol`; the caller sets the limit of time."""
         asked = p2pd_pb2.StreamOpenRequest(peer=base58_decode(peer), proto=[protocol])

@@ -103,11 +103,14 @@ class Discovery:
     def __init__(self, host: "Host", run_id: str) -> None:
         self._host = host
         self._run_id = run_id
+        self._roles: Sequence[str] | None = None
+        """As last announced."""
 
     async def announce(
         self, roles: Sequence[str] = (), lifetime_s: float = RECORD_LIFETIME_S
     ) -> bool:
         """Writes or renews our record; False when no node (not even ours) took it."""
+        self._roles = roles
         now = time.time()
         addresses = (await self._host.addresses())[:ADDRESSES_MAX]
         content = msgpack.packb({"addresses": addresses, "roles": list(roles), "at": now})
@@ -118,6 +121,11 @@ class Discovery:
                     self._key(_shard_of(peer)), content, now + lifetime_s, subkey=peer
                 )
             )
+
+    async def announce_again(self) -> None:
+        """Renews our record, if there is one: our addresses have changed."""
+        if self._roles is not None:
+            await self.announce(self._roles)
 
     async def keep_announced(self, roles: Sequence[str] = ()) -> None:
         """Renews our record for ever, and says when our clock is not that of the others."""
@@ -148,6 +156,14 @@ class Discovery:
         for member in members:
             self._host.remember(member.peer, member.addresses)
         return members
+
+    async def look_up(self, peer: str) -> None:
+        """Reads the newest record of one member, whose addresses the host remembers from now on."""
+        key = self._key(_shard_of(peer))
+        async with asyncio.timeout(DHT_TIMEOUT_S):
+            found = await self._host.dht.get_many([key], sufficient_expiration_time=float("inf"))
+        for member in _members_in(found.values()):
+            self._host.remember(member.peer, member.addresses)
 
     async def clock_offset(self) -> ClockOffset | None:
         """Asks a few neighbours in the DHT for the time; None when nobody answers."""

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, Protocol
 
 import aiohttp
 from aiohttp import web
@@ -25,11 +25,14 @@ from p2pdiloco.errors import UserError
 from p2pdiloco_bootstrap import addresses as multiaddrs
 from p2pdiloco_bootstrap.control import CONTROL_TIMEOUT_S, Control, Stream
 from p2pdiloco_bootstrap.control_sockets import socket_prefix
-from p2pdiloco_bootstrap.discovery import MemberRecords
+from p2pdiloco_bootstrap.discovery import ANNOUNCE_RETRY_S, MemberRecords
 from p2pdiloco_bootstrap.identity import Identity
+from p2pdiloco_bootstrap.links import close_dead_links
 from p2pdiloco_bootstrap.neighbours import BootstrapStatus, Neighbours
 from p2pdiloco_bootstrap.p2pd import NetworkDaemon, running_p2pd
+from p2pdiloco_bootstrap.reachability import Reachability
 from p2pdiloco_bootstrap.relay import running_relay
+from p2pdiloco_bootstrap.seeking import Seeker
 from p2pdiloco_bootstrap.serving import MAX_REQUESTS, MAX_REQUESTS_PER_PEER, current_sender
 from p2pdiloco_bootstrap.streams import attach, new_session
 
@@ -45,17 +48,22 @@ log = logging.getLogger(__name__)
 
 HTTP_PROTOCOL = "/p2pdiloco/http/1"
 
+PING_PROTOCOL = "/ipfs/ping/1.0.0"
+PING = bytes(32)
+PING_TIMEOUT_S = 3.0
+"""Many times a round trip, relayed ones included."""
+
 CONNECT_TIMEOUT_S = 8.0
 """For a dial of all of a peer's addresses at once, relayed ones included."""
 
 CLOSE_TIMEOUT_S = 2.0
 """For each step of leaving."""
 
-RELAY_PROBE_S = 2.0
-"""For a bootstrap peer to take a TCP connection before we start."""
-
 DHT_WAIT_S = 0.5
 """For a DHT peer to answer. With hivemind's 3 s a store beside one hung peer took 6 s."""
+
+RELAY_BUFFER_BYTES = 256 * 1024
+"""Two per relayed connection. p2pd's default of 16 MiB each is half a gigabyte for sixteen."""
 
 ADDRESS_BOOK_PEERS = 4096
 """Peers whose addresses we remember; those not heard of for longest go first."""
@@ -75,11 +83,21 @@ class HostOptions:
     listen: tuple[str, int] = ("0.0.0.0", 0)
     """IP address and port; port 0 takes a free one."""
     bootstraps: tuple[str, ...] = ()
-    """Multiaddrs with `/p2p/PEER`; also the relays that a host behind NAT asks for a slot."""
+    """Multiaddrs with `/p2p/PEER`; also the first that a host behind NAT asks for a relay slot."""
     reachability: Literal["auto", "public", "private"] = "auto"
-    """public: be a relay for others; private: reserve a relay at once; auto: let peers find out."""
+    """public: be a relay from the start; private: nobody can dial it; auto: let peers find out."""
     announced: tuple[str, ...] = ()
     """Multiaddrs to tell others instead of what p2pd finds out, as behind a forwarded port."""
+
+
+class Directory(Protocol):
+    """Where a host's addresses are written and those of others read: a `Discovery`."""
+
+    async def announce_again(self) -> None:
+        """As announced before, with the addresses of now; OSError where it cannot."""
+
+    async def look_up(self, peer: str) -> None:
+        """Has the host remember where `peer` is now; OSError where nobody tells."""
 
 
 class Host:
@@ -101,10 +119,24 @@ class Host:
         self._daemon = daemon
         self._control = control
         self._p2p = p2p
-        self._session = new_session(self.open_stream)
+        self._session = new_session(self.open_stream, self.seek)
         self._address_book: OrderedDict[str, tuple[str, ...]] = OrderedDict()
         bootstraps = _by_peer(options.bootstraps)
         self._neighbours = Neighbours(bootstraps, control, self.connect, dht)
+        self._addresses_changed = asyncio.Event()
+        self._directory: Directory | None = None
+        self._seeker = Seeker(self._find)
+        self._reachability = (
+            Reachability(
+                control,
+                identity.peer_id,
+                bootstraps,
+                asks=options.reachability == "auto",
+                on_change=self._addresses_changed.set,
+            )
+            if _may_need_relays(options)
+            else None
+        )
 
     @property
     def peer_id(self) -> str:
@@ -125,8 +157,16 @@ class Host:
         else:
             found = await self._control.addresses()
         elsewhere = [address for address in found if not multiaddrs.is_loopback(address)]
-        ordered = sorted(elsewhere or found, key=lambda address: "/p2p-circuit" in address)
-        return [f"{address}/p2p/{self.peer_id}" for address in ordered]
+        relayed = self._reachability.relayed_addresses() if self._reachability else []
+        return [f"{address}/p2p/{self.peer_id}" for address in (*(elsewhere or found), *relayed)]
+
+    def reach(self) -> str | None:
+        """How others reach this host, in a sentence; None where that was said from the start."""
+        return self._reachability.sentence() if self._reachability else None
+
+    def consult(self, directory: Directory) -> None:
+        """From now on it hears of new addresses of ours, and is asked for those of lost peers."""
+        self._directory = directory
 
     async def connections(self) -> dict[str, tuple[str, ...]]:
         """Peers we are connected to now, with the addresses in use."""
@@ -200,12 +240,71 @@ class Host:
     async def open_stream(self, peer: str) -> Stream:
         """A stream to the peer's application; ConnectionError tells why there is none."""
         try:
+            return await self._open_stream(peer)
+        except (ConnectionError, asyncio.CancelledError):  # whoever asked may not wait so long
+            self.seek(peer)
+            raise
+
+    def seek(self, peer: str) -> None:
+        """Looks for a peer that has not answered, soon, unless that was tried just now."""
+        self._seeker.seek(peer)
+
+    async def _open_stream(self, peer: str) -> Stream:
+        try:
             return await self._control.open_stream(peer, HTTP_PROTOCOL)
         except ConnectionError:
             if peer not in self._address_book:
                 raise
         await self.connect(peer)
         return await self._control.open_stream(peer, HTTP_PROTOCOL)
+
+    async def _tend(self) -> None:
+        """What a host does by itself, for ever."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._neighbours.tend(), name="neighbours")
+            tasks.create_task(self._seeker.run(), name="seeking")
+            tasks.create_task(close_dead_links(self._control), name="dead links")
+            if self._reachability:
+                tasks.create_task(self._reachability.tend(), name="reachability")
+                tasks.create_task(self._keep_known(), name="new addresses")
+
+    async def _find(self, peer: str) -> None:
+        """Dials a peer that a request did not reach; ConnectionError where it is not to be found.
+
+        A connection that has died without a word is closed: p2pd would keep it for 40 seconds, and
+        prefer it to a relayed one that works.
+        """
+        if peer in await self._control.connections() and not await self._answers(peer):
+            await self._control.disconnect(peer)
+        if self._directory:
+            await self._directory.look_up(peer)
+        await self.connect(peer)
+
+    async def _answers(self, peer: str) -> bool:
+        """Whether the peer's p2pd sends a ping back."""
+        try:
+            async with asyncio.timeout(PING_TIMEOUT_S):
+                reader, writer = await self._control.open_stream(peer, PING_PROTOCOL)
+                try:
+                    writer.write(PING)
+                    return await reader.readexactly(len(PING)) == PING
+                finally:
+                    writer.transport.abort()
+        except (OSError, EOFError):
+            return False
+
+    async def _keep_known(self) -> None:
+        """Writes our record anew when our addresses have changed."""
+        while True:
+            await self._addresses_changed.wait()
+            self._addresses_changed.clear()
+            if self._directory:
+                try:
+                    await self._directory.announce_again()
+                except OSError as error:
+                    log.debug("cannot renew our record in the DHT: %s", error)
+                    self._addresses_changed.set()
+                    await asyncio.sleep(ANNOUNCE_RETRY_S)
 
     async def _close(self) -> None:
         with suppress(TimeoutError):
@@ -223,8 +322,7 @@ async def open_host(options: HostOptions) -> AsyncIterator[Host]:
     use_hivemind_log_handler("nowhere")
     async with AsyncExitStack() as stack:
         sockets = stack.enter_context(socket_prefix(options.identity_path))
-        relays = await _live_relays(options)
-        arguments = _p2pd_arguments(options, listen, f"/unix{sockets}p2pd.sock", relays)
+        arguments = _p2pd_arguments(options, listen, f"/unix{sockets}p2pd.sock")
         starting = (
             running_relay(arguments, identity.peer_id, sockets)
             if options.reachability == "public"
@@ -237,40 +335,22 @@ async def open_host(options: HostOptions) -> AsyncIterator[Host]:
         host = Host(identity, options, daemon, control, p2p, dht)
         stack.push_async_callback(host._close)
         await host._neighbours.go_round()
-        tending = asyncio.create_task(host._neighbours.tend(), name="neighbours")
+        tending = asyncio.create_task(host._tend(), name="host")
         stack.push_async_callback(_cancelled, tending)
         yield host
 
 
-async def _live_relays(options: HostOptions) -> list[str]:
-    """One address of each bootstrap peer that takes a TCP connection.
-
-    p2pd waits three minutes before it reserves a relay slot unless it reaches as many different
-    peers as it was given trusted relays: neither a dead one nor a second address may be among them.
-    """
-    if not options.bootstraps or options.reachability == "public":
-        return []
-
-    async def answers(address: str) -> bool:
-        match address.split("/"):
-            case ["", "ip4" | "ip6" | "dns4" | "dns6", host, "tcp", port, *_] if port.isdigit():
-                with suppress(OSError):
-                    async with asyncio.timeout(RELAY_PROBE_S):
-                        _, writer = await asyncio.open_connection(host, int(port))
-                        writer.transport.abort()
-                        return True
-        return False
-
-    async with asyncio.TaskGroup() as group:
-        probes = {a: group.create_task(answers(a)) for a in options.bootstraps}
-    alive = {multiaddrs.split_peer(a)[1]: a for a, probe in probes.items() if probe.result()}
-    return list(alive.values())
+def _may_need_relays(options: HostOptions) -> bool:
+    """Not where it is known that we can be dialed, or that all others are on this machine."""
+    if options.reachability == "auto":
+        local = multiaddrs.is_loopback(multiaddrs.listen_address(*options.listen))
+        return not local and not options.announced
+    return options.reachability == "private"
 
 
-def _p2pd_arguments(
-    options: HostOptions, listen: str, control: str, relays: Sequence[str]
-) -> list[str]:
+def _p2pd_arguments(options: HostOptions, listen: str, control: str) -> list[str]:
     local = multiaddrs.is_loopback(listen)
+    relays = options.reachability == "public" or (options.reachability == "auto" and not local)
     flags: dict[str, object] = {
         "listen": control,
         "id": options.identity_path,
@@ -282,14 +362,12 @@ def _p2pd_arguments(
         "autonat": int(not local),
         "natPortMap": int(not local),
         "relay": 1,
-        "relayService": int(options.reachability == "public"),
-        "relayDiscovery": 0,
+        "relayService": int(relays),
+        "relayBufferSize": RELAY_BUFFER_BYTES,
         "tls": 1,
     }
     if options.announced:
         flags["announceAddrs"] = ",".join(options.announced)
-    if relays and not local:
-        flags |= {"autoRelay": 1, "trustedRelays": ",".join(relays)}
     if options.reachability != "auto":
         flags[f"forceReachability{options.reachability.title()}"] = 1
     return [f"-{name}={value}" for name, value in flags.items()]

@@ -23,7 +23,15 @@ from p2pdiloco_bootstrap.control import Control
 log = logging.getLogger(__name__)
 
 RETRY_S = (2.0, 60.0)
-"""First and longest pause between rounds; it doubles until all is well, then it is the longest."""
+"""First and longest pause between rounds; it doubles until all is well, then it is the longest, or
+until a bootstrap peer is lost.
+"""
+
+ALONE_RETRY_S_MAX = 10.0
+"""Longest pause while nobody at all is connected."""
+
+LOOK_S = 2.0
+"""Between looks whether a bootstrap peer is lost: one question to our own p2pd, 1 ms."""
 
 GREETINGS_PER_ROUND = 16
 """Pings to connected peers that the DHT does not know, as peers of other runs never will be."""
@@ -63,6 +71,7 @@ class Neighbours:
         self._connect = connect
         self._dht = dht
         self._statuses = {peer: BootstrapStatus(peer, False, ()) for peer in bootstraps}
+        self._alone = True
 
     def statuses(self) -> tuple[BootstrapStatus, ...]:
         return tuple(self._statuses.values())
@@ -71,8 +80,24 @@ class Neighbours:
         """Goes round for ever."""
         pause, longest = RETRY_S
         while True:
-            await asyncio.sleep(pause)
-            pause = longest if await self.go_round() else min(2 * pause, longest)
+            lost = await self._lost_one(pause)
+            well = await self.go_round()
+            pause = longest if well else RETRY_S[0] if lost else min(2 * pause, longest)
+            if self._alone:
+                pause = min(pause, ALONE_RETRY_S_MAX)
+
+    async def _lost_one(self, timeout_s: float) -> bool:
+        """Waits; whether a bootstrap peer that was connected ceased to be, which ends the wait."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while (left := deadline - asyncio.get_running_loop().time()) > 0:
+            await asyncio.sleep(min(LOOK_S, left))
+            try:
+                connected = await self._control.connections()
+            except OSError:  # as in `go_round`
+                continue
+            if any(s.connected and s.peer not in connected for s in self._statuses.values()):
+                return True
+        return False
 
     async def go_round(self) -> bool:
         """Reaches and greets who is missing; whether all is well now."""
@@ -84,7 +109,9 @@ class Neighbours:
                         self._set(BootstrapStatus(peer, True, ()))
                     else:
                         group.create_task(self._reach(peer))
-            await self._greet(await self._control.connections())
+            connected = await self._control.connections()
+            self._alone = not connected
+            await self._greet(connected)
         except OSError as error:  # p2pd hangs or is gone, which `Host.watch` tells
             log.debug("cannot look after neighbours: %s", error)
             return False

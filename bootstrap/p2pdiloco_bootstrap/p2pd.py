@@ -1,7 +1,6 @@
 """The child process p2pd: hivemind's build of go-libp2p, which carries all our traffic.
 
-We start it ourselves rather than through `hivemind.P2P.create`, for four things it cannot do:
-`-relayDiscovery=0` (else a private node waits three minutes before it reserves a relay slot),
+We start it ourselves rather than through `hivemind.P2P.create`, for three things it cannot do:
 control sockets in a directory of ours, no signal from the terminal's Ctrl-C before we have said
 goodbye, and bootstrap peers that may be down without failing the start.
 """

@@ -1,17 +1,21 @@
-"""A p2pd that relays whole bodies for peers behind NAT.
+"""Relaying for peers that nobody can dial: a p2pd that carries whole bodies, and slots at others'.
 
-p2pd starts two relay services, one with go-libp2p's defaults (128 KiB per connection, 2 minutes)
-and one with the limits of its flags (4 GiB, 30 minutes); which of the two answers is a race at its
-start. So a second p2pd asks the first for a slot, reads the limit that it grants, and we start the
-first again until it is the one we want. (Circuit relay v2 is specified in libp2p specs, relay.)
+p2pd has two relay services, one with go-libp2p's defaults (128 KiB per connection, 2 minutes) and
+one with the limits of its flags (4 GiB, 30 minutes). Every p2pd runs the first; the second comes up
+when it is told or finds out that it can be dialed. Which of the two answers is in the answer, so
+whoever wants a slot reads the limit that it is granted. A host that is public from the start runs
+into a race between both, so a second p2pd asks the first for a slot, and we start the first again
+until it is the right one. (Circuit relay v2 is specified in libp2p specs, relay.)
 """
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 from p2pdiloco_bootstrap import addresses as multiaddrs
+from p2pdiloco_bootstrap import protobuf
 from p2pdiloco_bootstrap.control import CONTROL_TIMEOUT_S, Control
 from p2pdiloco_bootstrap.p2pd import NetworkDaemon, running_p2pd
 
@@ -23,11 +27,54 @@ GRANTED_BYTES_MIN = 1 << 30
 STARTS_MAX = 20
 """With one thread about every second start is right: one in a million is not after twenty."""
 
-_HOP_PROTOCOL = "/libp2p/circuit/relay/0.2.0/hop"
-_RESERVE = bytes((2, 0x08, 0))
-"""A HopMessage of 2 bytes: field type = RESERVE."""
-_LIMIT_FIELD, _LIMIT_DATA_FIELD = 4, 2
-_ANSWER_BYTES_MAX = 4096
+HOP_PROTOCOL = "/libp2p/circuit/relay/0.2.0/hop"
+_RESERVE = protobuf.delimited(protobuf.pack([(1, 0)]))
+"""A HopMessage: field type = RESERVE."""
+_RESERVATION_FIELD, _LIMIT_FIELD = 3, 4
+_RESERVATION_ADDRESSES_FIELD, _LIMIT_BYTES_FIELD = 2, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """What a relay grants to who asked for a slot."""
+
+    bytes_max: int
+    """Per relayed connection, each way; 0 when it refuses."""
+    addresses: tuple[str, ...]
+    """Where others dial us through it: `.../p2p/RELAY/p2p-circuit`, without our peer id."""
+
+    @property
+    def is_good(self) -> bool:
+        return self.bytes_max >= GRANTED_BYTES_MIN
+
+
+async def reserve(control: Control, relay: str) -> Slot:
+    """Asks a relay to which our p2pd can open a stream; ConnectionError when it does not answer.
+
+    The slot is ours for an hour, and as long as we stay connected.
+    """
+    try:
+        async with asyncio.timeout(CONTROL_TIMEOUT_S):
+            reader, writer = await control.open_stream(relay, HOP_PROTOCOL)
+            try:
+                writer.write(_RESERVE)
+                return slot_in(await protobuf.read_delimited(reader))
+            finally:
+                writer.transport.abort()
+    except (TimeoutError, EOFError) as error:
+        raise ConnectionError(f"the relay {relay} does not answer") from error
+
+
+def slot_in(answer: bytes) -> Slot:
+    """Out of a HopMessage."""
+    fields = protobuf.unpack(answer)
+    limit = protobuf.unpack(protobuf.bytes_in(fields, _LIMIT_FIELD))
+    reservation = protobuf.unpack(protobuf.bytes_in(fields, _RESERVATION_FIELD))
+    encoded = reservation.get(_RESERVATION_ADDRESSES_FIELD, [])
+    found = (multiaddrs.decode_circuit(each) for each in encoded if isinstance(each, bytes))
+    return Slot(
+        protobuf.number_in(limit, _LIMIT_BYTES_FIELD), tuple(text for text in found if text)
+    )
 
 
 @asynccontextmanager
@@ -59,59 +106,7 @@ async def _granted_bytes(probe: Control, relay: str, relay_socket: str) -> int:
         async with asyncio.timeout(CONTROL_TIMEOUT_S):
             transports = await Control(relay_socket).addresses()
             await probe.connect(relay, [multiaddrs.encode(address) for address in transports])
-            reader, writer = await probe.open_stream(relay, _HOP_PROTOCOL)
-            try:
-                writer.write(_RESERVE)
-                return granted_bytes_in(await _read_message(reader))
-            finally:
-                writer.transport.abort()
-    except (OSError, EOFError) as error:
+        return (await reserve(probe, relay)).bytes_max
+    except OSError as error:
         log.debug("the relay did not answer the probe: %s", error)
         return 0
-
-
-async def _read_message(reader: asyncio.StreamReader) -> bytes:
-    size, shift = 0, 0
-    while True:
-        (byte,) = await reader.readexactly(1)
-        size |= (byte & 0x7F) << shift
-        shift += 7
-        if byte < 0x80 or size > _ANSWER_BYTES_MAX:
-            break
-    return await reader.readexactly(min(size, _ANSWER_BYTES_MAX))
-
-
-def granted_bytes_in(answer: bytes) -> int:
-    """The field limit.data of a HopMessage; 0 where there is none."""
-    limit = _protobuf_fields(answer).get(_LIMIT_FIELD)
-    data = _protobuf_fields(limit).get(_LIMIT_DATA_FIELD) if isinstance(limit, bytes) else None
-    return data if isinstance(data, int) else 0
-
-
-def _protobuf_fields(message: bytes) -> dict[int, int | bytes]:
-    """Numbers and bytes by field number; reading ends at what is neither."""
-    fields: dict[int, int | bytes] = {}
-    place = 0
-    while place < len(message):
-        key, place = _varint(message, place)
-        value, place = _varint(message, place)
-        if key & 7 == 0:
-            fields[key >> 3] = value
-        elif key & 7 == 2:
-            fields[key >> 3] = message[place : place + value]
-            place += value
-        else:
-            break
-    return fields
-
-
-def _varint(message: bytes, place: int) -> tuple[int, int]:
-    """-> (value, place after it)"""
-    value, shift = 0, 0
-    for byte in message[place:]:
-        value |= (byte & 0x7F) << shift
-        shift += 7
-        place += 1
-        if byte < 0x80:
-            break
-    return value, place

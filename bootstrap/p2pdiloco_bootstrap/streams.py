@@ -52,8 +52,11 @@ class AttachedStream(asyncio.Protocol):
         self._inner = inner
         self._writer = writer
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.heard = False
+        """Whether a single byte has come."""
 
     def data_received(self, data: bytes) -> None:
+        self.heard = True
         self._inner.data_received(data)
 
     def eof_received(self) -> bool | None:
@@ -79,7 +82,7 @@ def attach(inner: asyncio.Protocol, stream: Stream) -> AttachedStream:
     transport.set_protocol(attached)
     inner.connection_made(transport)
     if already_read := bytes(reader._buffer):  # type: ignore[attr-defined]
-        inner.data_received(already_read)
+        attached.data_received(already_read)
     if transport.is_closing() or reader.at_eof():
         transport.abort()
         attached.connection_lost(None)
@@ -89,13 +92,20 @@ def attach(inner: asyncio.Protocol, stream: Stream) -> AttachedStream:
 
 
 class StreamConnector(aiohttp.BaseConnector):
-    """Opens libp2p streams where aiohttp would open sockets; one pool of connections per peer."""
+    """Opens libp2p streams where aiohttp would open sockets; one pool of connections per peer.
 
-    def __init__(self, open_stream: Callable[[str], Awaitable[Stream]]) -> None:
+    p2pd gives a stream at once where it believes to be connected, so that a connection which has
+    died without a word shows only in silence; `on_silence` is told of the peer then.
+    """
+
+    def __init__(
+        self, open_stream: Callable[[str], Awaitable[Stream]], on_silence: Callable[[str], object]
+    ) -> None:
         super().__init__(
             keepalive_timeout=_KEEP_ALIVE_S, limit=0, limit_per_host=MAX_CONNECTIONS_PER_PEER
         )
         self._open_stream = open_stream
+        self._on_silence = on_silence
 
     async def _create_connection(
         self,
@@ -103,22 +113,27 @@ class StreamConnector(aiohttp.BaseConnector):
         traces: list[Any],
         timeout: aiohttp.ClientTimeout,  # noqa: ASYNC109  # aiohttp's name
     ) -> ResponseHandler:
+        peer = peer_of(req.url)
         try:
             async with asyncio.timeout(timeout.sock_connect or OPEN_TIMEOUT_S):
-                stream = await self._open_stream(peer_of(req.url))
+                stream = await self._open_stream(peer)
         except TimeoutError as error:
-            raise aiohttp.ConnectionTimeoutError(f"{peer_of(req.url)} does not answer") from error
+            raise aiohttp.ConnectionTimeoutError(f"{peer} does not answer") from error
         except OSError as error:
             raise aiohttp.ClientConnectionError(str(error)) from error
         handler = ResponseHandler(self._loop)
-        attach(handler, stream)
+        attached = attach(handler, stream)
+        attached.ended.add_done_callback(lambda _: attached.heard or self._on_silence(peer))
         return handler
 
 
-def new_session(open_stream: Callable[[str], Awaitable[Stream]]) -> aiohttp.ClientSession:
+def new_session(
+    open_stream: Callable[[str], Awaitable[Stream]],
+    on_silence: Callable[[str], object] = lambda peer: None,
+) -> aiohttp.ClientSession:
     """A client of peers, reached at `peer_url(peer, path)`; whoever made it closes it."""
     return aiohttp.ClientSession(
-        connector=StreamConnector(open_stream),
+        connector=StreamConnector(open_stream, on_silence),
         cookie_jar=aiohttp.DummyCookieJar(),  # peers leave nothing with us
         auto_decompress=False,  # nor do they choose how big an answer grows
     )

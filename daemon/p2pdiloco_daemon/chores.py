@@ -62,6 +62,7 @@ async def discover(
     one and makes the next ones short.
     """
     discovery = Discovery(host, run_id)
+    host.consult(discovery)
     remembered = await holdings.on_disk(holdings.load_peers)
     for peer, addresses in remembered.items():
         host.remember(peer, addresses)

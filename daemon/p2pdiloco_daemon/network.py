@@ -80,7 +80,7 @@ class Network:
     """Made by `running_network`; `session` is good over all hosts."""
 
     def __init__(self, options: Callable[[], HostOptions]) -> None:
-        self.session = new_session(self._open_stream)
+        self.session = new_session(self._open_stream, self._on_silence)
         self.restarts = 0
         self.problem: str | None = None
         """Why there is no host just now."""
@@ -101,6 +101,10 @@ class Network:
         if not bootstraps or any(status.connected for status in bootstraps):
             return None
         return "; ".join(status.sentence() for status in bootstraps)
+
+    def reach(self) -> str | None:
+        """How other nodes reach this one, in a sentence; None where there is nothing to say."""
+        return self._life.host.reach() if self._life else None
 
     @asynccontextmanager
     async def working(self, work: Work) -> AsyncIterator[None]:
@@ -166,6 +170,10 @@ class Network:
         if self._life is None:
             raise ConnectionError("the network process p2pd is being started again")
         return await self._life.host.open_stream(peer)
+
+    def _on_silence(self, peer: str) -> None:
+        if self._life:
+            self._life.host.seek(peer)
 
 
 @asynccontextmanager

@@ -85,6 +85,7 @@ class NetworkReport(Protocol):
     last_error: str | None
 
     def loneliness(self) -> str | None: ...
+    def reach(self) -> str | None: ...
 
 
 @dataclass
@@ -137,6 +138,7 @@ class Reporter:
                 connected=self.network.problem is None,
                 restarts=self.network.restarts,
                 last_error=self.network.last_error,
+                reach=self.network.reach(),
             ),
             loop_lag=view.LoopLag(
                 p50_ms=self.lag.percentile_ms(0.5),

@@ -37,6 +37,9 @@ class FakeNetwork:
     def __init__(self, loneliness: Callable[[], str | None]) -> None:
         self.loneliness = loneliness
 
+    def reach(self) -> str:
+        return "other nodes can dial this one"
+
 
 def report_of(living: Living, problem: Callable[[], str | None] = lambda: None) -> Reporter:
     return Reporter(

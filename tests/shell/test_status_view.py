@@ -32,8 +32,8 @@ loss_curve[]
 members[].alive members[].is_self members[].is_synchronizer members[].last_heard_s members[].name
 members[].peer members[].ready members[].role members[].step_s members[].tokens_per_s
 members[].versions_behind
-merges_total network.connected network.last_error network.restarts node_name num_members
-page_url peer_id protocol_version
+merges_total network.connected network.last_error network.reach network.restarts
+node_name num_members page_url peer_id protocol_version
 refusals.old_term
 rounds[].attempt rounds[].contributors[] rounds[].duration_s rounds[].fragment rounds[].outcome
 rounds[].reason rounds[].seconds_ago rounds[].synchronizer rounds[].term rounds[].version

@@ -1,8 +1,11 @@
-"""Reading the limit that a relay grants out of its answer."""
+"""Reading what a relay grants out of its answer."""
 
 import pytest
 
-from p2pdiloco_bootstrap.relay import granted_bytes_in
+from p2pdiloco_bootstrap import protobuf
+from p2pdiloco_bootstrap.addresses import encode
+from p2pdiloco_bootstrap.identity import Identity, base58_decode
+from p2pdiloco_bootstrap.relay import slot_in
 
 STATUS_AND_RESERVATION = bytes.fromhex("0802" + "1a04" + "08ffff01")
 """A HopMessage with type = STATUS and some reservation."""
@@ -21,9 +24,23 @@ STATUS_AND_RESERVATION = bytes.fromhex("0802" + "1a04" + "08ffff01")
     ],
 )
 def test_the_limit_is_read(limit: str, granted: int) -> None:
-    assert granted_bytes_in(STATUS_AND_RESERVATION + bytes.fromhex(limit)) == granted
+    slot = slot_in(STATUS_AND_RESERVATION + bytes.fromhex(limit))
+    assert slot.bytes_max == granted
+    assert slot.is_good == (granted >= 1 << 30)
 
 
 @pytest.mark.parametrize("answer", [b"", b"\xff" * 40, b"\x22\xff\xff", b"garbage", bytes(50)])
 def test_nonsense_grants_nothing(answer: bytes) -> None:
-    assert granted_bytes_in(answer) == 0
+    slot = slot_in(answer)
+    assert not slot.is_good and not slot.addresses
+
+
+def test_the_addresses_through_the_relay_are_read() -> None:
+    relay = Identity.generate().peer_id
+    at = "/ip4/44.128.1.2/tcp/8600"
+    multihash = base58_decode(relay) or b""
+    address = encode(at).encoded + b"\xa5\x03" + bytes([len(multihash)]) + multihash
+    reservation = protobuf.pack([(1, 2_000_000_000), (2, address), (2, b"nonsense"), (2, b"")])
+    slot = slot_in(protobuf.pack([(1, 2), (3, reservation), (5, 100)]))
+    assert slot.addresses == (f"{at}/p2p/{relay}/p2p-circuit",)
+    assert not slot.is_good

@@ -226,6 +226,8 @@ class Network:
     restarts: int = 0
     last_error: str | None = None
     """Why it ended last."""
+    reach: str | None = None
+    """How others reach this node, in a sentence: dialed, through which relays, or not at all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,108 @@
+"""Hosts behind NATs and firewalls reach each other, whatever relay dies and whoever moves.
+
+Real p2pd in network namespaces; no training.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+from lab_hosts import (
+    is_relayed,
+    opened,
+    put_p2pd_into_namespaces,
+    reaches,
+    until,
+    until_both_reach,
+)
+from required_lab import required_lab
+
+from benchmarks.lab import Lab
+from p2pdiloco_bootstrap.host import Host
+
+pytestmark = [pytest.mark.loopback, pytest.mark.slow]
+
+NO_RELAY = "it has found no relay"
+
+
+@pytest.fixture
+def lab(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
+    put_p2pd_into_namespaces(monkeypatch)
+    with required_lab() as lab:
+        yield lab
+
+
+def says(host: Host, words: str) -> bool:
+    return words in (host.reach() or "")
+
+
+def relays_of(host: Host) -> str:
+    return (host.reach() or "").partition("reached through ")[2]
+
+
+def test_a_relay_that_comes_back_serves_two_hosts_behind_nats_again(
+    lab: Lab, tmp_path: Path
+) -> None:
+    town, homes = lab.public("town"), [lab.behind_nat(name) for name in ("home-a", "home-b")]
+
+    async def main() -> None:
+        async with AsyncExitStack() as stack, AsyncExitStack() as mortal:
+            first = await mortal.enter_async_context(opened(town, tmp_path, reachability="public"))
+            a, b = [await stack.enter_async_context(opened(h, tmp_path, first)) for h in homes]
+            await until_both_reach(a, b)
+            assert await is_relayed(a, b) and await is_relayed(b, a)
+            assert relays_of(a) == relays_of(b) == first.peer_id[-8:]
+            await mortal.aclose()
+            await until(lambda: says(a, NO_RELAY) and says(b, NO_RELAY))
+            assert not await reaches(a, b)
+            await mortal.enter_async_context(opened(town, tmp_path, reachability="public"))
+            await until_both_reach(a, b)
+
+    asyncio.run(main())
+
+
+def test_a_member_that_can_be_dialed_relays_on_when_the_first_peer_dies(
+    lab: Lab, tmp_path: Path
+) -> None:
+    """And one that nobody can dial is never asked to."""
+    town, member = lab.public("town"), lab.public("member")
+    hidden = [lab.behind_nat("home", symmetric=True), lab.firewalled("office")]
+
+    async def main() -> None:
+        async with AsyncExitStack() as stack, AsyncExitStack() as mortal:
+            first = await mortal.enter_async_context(opened(town, tmp_path, reachability="public"))
+            other = await stack.enter_async_context(opened(member, tmp_path, first))
+            a, b = [await stack.enter_async_context(opened(h, tmp_path, first)) for h in hidden]
+            await until(lambda: says(other, "other nodes can dial this one"))
+            await until(lambda: says(a, "nobody can dial") and says(b, "nobody can dial"))
+            both = {first.peer_id[-8:], other.peer_id[-8:]}
+            for host in (a, b):
+                await host.connect(other.peer_id, await other.addresses())
+            await until(lambda: {*relays_of(a).split(" and ")} == both)
+            await until(lambda: {*relays_of(b).split(" and ")} == both)
+            await until_both_reach(a, b)
+            await mortal.aclose()
+            await until(lambda: relays_of(a) == relays_of(b) == other.peer_id[-8:])
+            await until_both_reach(a, b)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", ["public", "behind_nat"])
+def test_a_host_that_moves_is_found_again(lab: Lab, tmp_path: Path, kind: str) -> None:
+    town, still = lab.public("town"), lab.behind_nat("still")
+    moving = lab.public("moving") if kind == "public" else lab.behind_nat("moving")
+
+    async def main() -> None:
+        async with (
+            opened(town, tmp_path, reachability="public") as first,
+            opened(still, tmp_path, first) as a,
+            opened(moving, tmp_path, first) as b,
+        ):
+            await until_both_reach(a, b)
+            lab.move(moving)
+            await until_both_reach(a, b)
+
+    asyncio.run(main())

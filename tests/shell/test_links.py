@@ -1,0 +1,53 @@
+"""Connections are closed when an address of this machine is gone, and only then."""
+
+import asyncio
+
+import pytest
+from virtual_clock import run_virtual
+
+from p2pdiloco_bootstrap import links
+from p2pdiloco_bootstrap.control import Control
+
+
+class FakeControl(Control):
+    def __init__(self) -> None:
+        self.closed: list[str] = []
+
+    async def connections(self) -> dict[str, tuple[str, ...]]:
+        return {"ann": (), "bob": ()}
+
+    async def disconnect(self, peer: str) -> None:
+        self.closed.append(peer)
+
+
+@pytest.mark.parametrize(
+    ("then", "closed"),
+    [
+        (("44.128.1.2",), []),
+        (("44.128.1.2", "44.128.7.7"), []),
+        (("44.128.7.7",), ["ann", "bob"]),
+        ((), ["ann", "bob"]),
+    ],
+)
+def test_connections_end_with_an_address(
+    monkeypatch: pytest.MonkeyPatch, then: tuple[str, ...], closed: list[str]
+) -> None:
+    control, here = FakeControl(), frozenset({"44.128.1.2"})
+
+    async def main() -> None:
+        nonlocal here
+        monkeypatch.setattr(links, "addresses_here", lambda: here)
+        watching = asyncio.create_task(links.close_dead_links(control))
+        await asyncio.sleep(5)
+        here = frozenset(then)
+        await asyncio.sleep(20)
+        watching.cancel()
+        await asyncio.wait((watching,))
+
+    run_virtual(main())
+    assert control.closed == closed
+
+
+def test_loopback_and_addresses_of_the_link_do_not_count() -> None:
+    assert not {"127.0.0.1", "::1"} & links.addresses_here()
+    assert not [text for text in links.addresses_here() if text.startswith("fe80")]
