@@ -7,7 +7,7 @@ from itertools import count
 import pytest
 from virtual_clock import VirtualClockLoop, run_virtual
 
-from p2pdiloco_daemon.lag import SLEEP_S, TICK_S, LagMonitor
+from p2pdiloco_daemon.lag import SLEEP_S, TICK_S, WATCHES_MAX, LagMonitor, Watchdog
 
 
 class Process:
@@ -99,3 +99,18 @@ def test_a_loop_that_computes_or_starves_does_not_sleep(late_s: float, busy_s: f
         process.busy_s += busy_s
 
     assert run_virtual(sleeps_told(hold_up)) == []
+
+
+def test_a_loop_that_stands_has_its_stacks_told_once() -> None:
+    watchdog = Watchdog()
+    told = [watchdog.look() for _ in range(3 * WATCHES_MAX)]
+    (stacks,) = filter(None, told)
+    assert told.index(stacks) == WATCHES_MAX
+    assert "test_a_loop_that_stands_has_its_stacks_told_once" in stacks
+
+
+def test_a_loop_that_moves_has_not() -> None:
+    watchdog = Watchdog()
+    for tick in range(3 * WATCHES_MAX):
+        watchdog.ticks = tick // 2
+        assert watchdog.look() is None
