@@ -59,6 +59,9 @@ STATUS_TIMEOUT = aiohttp.ClientTimeout(total=2)
 GONE_S = 20.0
 """For the processes of a killed daemon to end; on an idle machine it takes 0.2 s."""
 
+CHILD_S = 120.0
+"""For a daemon that was just started to start what is to be killed."""
+
 LEAVE_S = 30.0
 """For an orderly leave, in which a busy machine may be slow."""
 
@@ -263,7 +266,7 @@ class ChaosSwarm:
 
 async def kill_child(node: Node, kind: Kind) -> None:
     """`kill -9` of the learner or p2pd, as soon as there is one."""
-    deadline = time.monotonic() + GONE_S
+    deadline = time.monotonic() + CHILD_S
     while True:
         try:
             (node.learner if kind is Kind.KILL_LEARNER else node.p2pd).kill()
@@ -338,7 +341,9 @@ async def together(calls: Iterable[Coroutine[Any, Any, object]]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def running_chaos_swarm(num_nodes: int) -> AsyncIterator[ChaosSwarm]:
+async def running_chaos_swarm(
+    num_nodes: int, spec: RunSpec = SPEC, disk_bytes: int = DISK_BYTES
+) -> AsyncIterator[ChaosSwarm]:
     """Nodes that were just started, node-1 first; takes everything down, and leaves the logs if
     anything failed.
     """
@@ -350,7 +355,7 @@ async def running_chaos_swarm(num_nodes: int) -> AsyncIterator[ChaosSwarm]:
             name: laboratory.public(name) if laboratory else None
             for name in ("first", *(f"node-{number}" for number in range(1, num_nodes + 1)))
         }
-        write_draft(root / "run.toml", SPEC)
+        write_draft(root / "run.toml", spec)
         first = hosts.pop("first")
         home = Home("0.0.0.0", first.prefix) if first else Home()
         invite = await stack.enter_async_context(
@@ -358,7 +363,7 @@ async def running_chaos_swarm(num_nodes: int) -> AsyncIterator[ChaosSwarm]:
         )
         nodes = {}
         for name, host in hosts.items():
-            stack.enter_context(_directory(root / name))
+            stack.enter_context(_directory(root / name, disk_bytes))
             nodes[name] = Node(root / name, invite, host)
             stack.push_async_callback(nodes[name].end)
         swarm = ChaosSwarm(root, nodes, laboratory)
@@ -380,13 +385,13 @@ def _root() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _directory(path: Path) -> Iterator[None]:
+def _directory(path: Path, disk_bytes: int) -> Iterator[None]:
     """An empty directory, on a file system of its own if that can be had."""
     path.mkdir()
     if not _own_disks():
         yield
         return
-    _mount(path)
+    _mount(path, disk_bytes)
     try:
         yield
     finally:
@@ -400,15 +405,15 @@ def _own_disks() -> bool:
         return False
     with tempfile.TemporaryDirectory() as trial:
         try:
-            _mount(Path(trial))
+            _mount(Path(trial), DISK_BYTES)
         except (OSError, subprocess.CalledProcessError):
             return False
         subprocess.run(["umount", trial], check=True)
     return True
 
 
-def _mount(path: Path) -> None:
-    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "chaos", str(path)]
+def _mount(path: Path, num_bytes: int) -> None:
+    command = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "chaos", str(path)]
     subprocess.run(command, check=True, capture_output=True)
 
 

@@ -43,8 +43,13 @@ class Look:
     def learner_life(self) -> tuple[int, int]:
         return self.life, self.status["learner"]["restarts"]
 
+    @property
+    def may_step(self) -> bool:
+        """Whether nothing that was done to the learner keeps it from stepping."""
+        return self.status["learner"]["state"] == "training" and self.disturbances % 2 == 0
+
     def is_of_one_piece_with(self, earlier: "Look") -> bool:
-        """Whether the learner had every reason to step all the time between."""
+        """Whether nothing was done to the learner in between."""
         return (self.learner_life, self.disturbances) == (
             earlier.learner_life,
             earlier.disturbances,
@@ -123,10 +128,9 @@ class Watch:
     def _waited(self, node: Node, look: Look) -> Promise:
         """Since the learner, or the daemon that counts for it, began."""
         first = self._first.get(node.name)
-        trains = look.status["learner"]["state"] == "training"
-        if not trains or first is None or not look.is_of_one_piece_with(first):
+        if not look.may_step or first is None or not look.is_of_one_piece_with(first):
             self._first.pop(node.name, None)
-            if trains:
+            if look.may_step:
                 self._first[node.name] = look
             return None
         passed_s = look.at - first.at
