@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 from p2pdiloco.errors import P2PDilocoError, PeerError, StoreError
 from p2pdiloco.optim.merge import token_weight
@@ -50,6 +50,9 @@ from p2pdiloco_daemon.replica import (
     require_sound,
 )
 from p2pdiloco_daemon.store import PartInfo, Store, StoredFragment, StoredMerge
+
+Weight: TypeAlias = tuple[int, int]
+"""Of a lineage at a version, as `Record.weight`."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -111,6 +114,16 @@ class Payload:
 
 
 @dataclass(frozen=True, slots=True)
+class Adopting:
+    """A lineage of which the newest state here does not outweigh yet what is on disk. Until it does
+    the log stays as it is: a crash would leave neither.
+    """
+
+    before: Weight
+    records: dict[int, Record]
+
+
+@dataclass(frozen=True, slots=True)
 class Arriving:
     """A state that is being fetched, or was when the donors failed or this node died."""
 
@@ -137,6 +150,8 @@ class Holdings:
             deque(maxlen=PAYLOADS_IN_MEMORY) for _ in range(num)
         ]
         self._arriving: dict[int, Arriving] = {}
+        self._adopting: dict[int, Adopting] = {}
+        """Of the disk thread."""
         self._read_at: list[dict[int, float]] = [{} for _ in range(num)]
         """Version -> when a reader that is behind last asked for it."""
         self._writes_waiting = 0
@@ -228,22 +243,20 @@ class Holdings:
         return state
 
     def load(
-        self, state: FragmentState, vouching: Sequence[Record], following: Sequence[Record]
+        self,
+        state: FragmentState,
+        vouching: Sequence[Record],
+        following: Sequence[Record],
+        before: Weight | None,
     ) -> None:
         """Holds a state that was fetched, or read from disk to replace a damaged one.
 
-        `vouching` are the records that lead to it, `following` those that will be applied to it.
+        `vouching` are the records that lead to it, `following` those that will be applied to it,
+        `before` the weight of the lineage that was held, if any.
         """
         self.replica.put(state)
-        earlier = {record.version: record.pack() for record in vouching}
-        self._newest_write = self._save(
-            _log_name(state.fragment),
-            self.store.restart_log,
-            state,
-            earlier.pop(state.version, None),
-            earlier,
-            {record.version: record.pack() for record in following},
-        )
+        begin, name = self._begin_log, _log_name(state.fragment)
+        self._newest_write = self._save(name, begin, state, vouching, following, before)
         self.drop_arriving(state.fragment)
 
     def _hold(self, state: FragmentState, record: Record, payload: Buffer) -> None:
@@ -251,7 +264,7 @@ class Holdings:
         self.replica.put(state)
         self._payloads[p].append(Payload(record.version, record.payload_digest, payload))
         packed = record.pack()
-        self._newest_write = self._save(_log_name(p), self._extend_log, state, packed, payload)
+        self._newest_write = self._save(_log_name(p), self._extend_log, state, record, payload)
         leased = self._leased(p, record.version)
         self._save(_snapshots_name(p), self._snapshot_log, state, packed, leased)
         arriving = self._arriving.get(p)
@@ -442,10 +455,43 @@ class Holdings:
                 return {PeerId(p): tuple(map(str, each)) for p, each in lists.items()}
         return {}
 
-    def _extend_log(self, state: FragmentState, record: bytes, payload: Buffer) -> None:
-        self.store.save_merge(state.fragment, state.version, payload, record)
+    def _begin_log(
+        self,
+        state: FragmentState,
+        vouching: Sequence[Record],
+        following: Sequence[Record],
+        before: Weight | None,
+    ) -> None:
+        p, records = state.fragment, {record.version: record for record in vouching}
+        weight = vouching[-1].weight if vouching else (0, 0)
+        if before and (adopting := self._adopting.get(p)):
+            before = max(before, adopting.before)
+        if before is None or weight > before:
+            self._restart_log(state, records, following)
+        else:
+            self._adopting[p] = Adopting(before, records)
+
+    def _extend_log(self, state: FragmentState, record: Record, payload: Buffer) -> None:
+        adopting = self._adopting.get(state.fragment)
+        if adopting is None:
+            self.store.save_merge(state.fragment, state.version, payload, record.pack())
+            return
+        adopting.records[record.version] = record
+        if record.weight > adopting.before:
+            self._restart_log(state, adopting.records, ())
+
+    def _restart_log(
+        self, state: FragmentState, records: Mapping[int, Record], following: Sequence[Record]
+    ) -> None:
+        earlier = {version: record.pack() for version, record in records.items()}
+        made = earlier.pop(state.version, None)
+        wanted = {record.version: record.pack() for record in following}
+        self.store.restart_log(state, made, earlier, wanted)
+        self._adopting.pop(state.fragment, None)
 
     def _snapshot_log(self, state: FragmentState, record: bytes, leased: Sequence[int]) -> None:
+        if state.fragment in self._adopting:
+            return
         if self.store.wants_snapshot(state.fragment, state.version):
             self.store.save_snapshot(state, record, leased)
 

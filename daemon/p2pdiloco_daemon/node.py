@@ -327,7 +327,9 @@ class NodeShell:
         state = await self._holdings.read_state(p, info.version, info.state_digest)
         if state is None:
             state = await self._fetch_state(p, info, action.donors)
-        self._holdings.load(state, action.vouching, action.records)
+        chain = self.node.state.registers[p].chain
+        before = chain.weight if chain else None
+        self._holdings.load(state, action.vouching, action.records, before)
         self.post(events.StateReached(p, info.version, info.state_digest, None))
 
     async def _fetch_state(

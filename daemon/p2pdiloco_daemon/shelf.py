@@ -26,8 +26,8 @@ class NodeShelf:
             return None
         snapshots = await self._holdings.on_disk(self._holdings.snapshots, fragment)
         oldest = min([since, *(snapshot.version - 1 for snapshot in snapshots[:1])])
-        await self._holdings.written()
         records = self._node.records_after(fragment, oldest)
+        await self._holdings.written()
         return RecordsPage(
             tuple(record.pack() for record in records),
             tuple((snapshot.version, snapshot.state_digest) for snapshot in snapshots),

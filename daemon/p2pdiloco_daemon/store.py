@@ -200,8 +200,8 @@ class Store:
         """Begin the log anew at this state: another lineage has won, or the own state was damaged.
 
         Of what is here, what lies on the lineage stays: records below those of `earlier`, and
-        merges that `following` has the records of, by version. At no moment would a crash leave
-        less than what was there before or what is to be there.
+        merges that `following` has the records of, by version. A crash leaves the log as it was, or
+        this state.
         """
         p = state.fragment
         older = {v: r for v, r in self._records(p).items() if v < min(earlier, default=0)}

@@ -36,7 +36,7 @@ def play(directory: Path, scenario: Scenario) -> None:
 
 
 async def load_genesis(holdings: Holdings) -> None:
-    holdings.load(GENESIS[P], (), ())
+    holdings.load(GENESIS[P], (), (), None)
 
 
 async def apply_merges(holdings: Holdings, versions: Sequence[int]) -> None:
@@ -167,11 +167,14 @@ def test_the_log_of_a_losing_lineage_is_forgotten(tmp_path: Path) -> None:
     write_history(tmp_path)
 
     async def fork(holdings: Holdings) -> None:
-        holdings.load(HISTORY.states[2], HISTORY.records[:2], ())
+        holdings.load(HISTORY.states[2], HISTORY.records[:2], (), HISTORY.records[1].weight)
+        await all_written(holdings)
+        assert [s.version for s in holdings.snapshots(P)] == [8, 4], "it is no heavier yet"
+        await apply_merges(holdings, [3])
 
     play(tmp_path, fork)
     chain = chain_on_disk(tmp_path)
-    assert chain and chain.head == HISTORY.records[1]
+    assert chain and chain.head == HISTORY.records[2]
 
 
 # -------------------------------------------------------------------- a disk that refuses
