@@ -57,8 +57,8 @@ DISK_BYTES = 16 << 20
 STATUS_TIMEOUT = aiohttp.ClientTimeout(total=2)
 
 GONE_S = 120.0
-"""For the processes of a killed daemon to end. It takes 0.2 s, but a learner that is still importing
-torch notices only afterwards: 8 seconds of a core, on a busy machine a minute."""
+"""For the processes of a killed daemon to end. It takes 0.2 s, but a learner that is still
+importing torch notices only afterwards: 8 seconds of a core, on a busy machine a minute."""
 
 CHILD_S = 120.0
 """For a daemon that was just started to start what is to be killed."""
