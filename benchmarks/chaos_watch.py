@@ -132,6 +132,7 @@ class Watch:
             self._first.pop(node.name, None)
             if look.may_step:
                 self._first[node.name] = look
+                node.calm_learner()
             return None
         passed_s = look.at - first.at
         waited_s = passed_s - (look.accounted_s - first.accounted_s)
