@@ -84,6 +84,12 @@ def is_relayed(address: str) -> bool:
     return _CIRCUIT in address
 
 
+def is_public(address: str) -> bool:
+    """Whether an address can be dialed from anywhere, if nothing is in between."""
+    _, protocol, host, *_ = [*address.split("/"), "", ""]
+    return protocol in ("ip4", "ip6") and ipaddress.ip_address(host).is_global
+
+
 def is_loopback(address: str) -> bool:
     """Whether an address leads to the machine itself, wherever one stands."""
     _, protocol, host, *_ = [*address.split("/"), "", ""]

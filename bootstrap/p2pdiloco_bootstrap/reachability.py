@@ -4,6 +4,11 @@ A host that nobody can dial keeps slots at relays: bootstrap peers first, then a
 connected to and that relays whole bodies, which is every member that can be dialed. A relay that
 dies is replaced by another one within seconds. p2pd could do this only with relays that are named
 when it starts. Whether we can be dialed we ask peers, who try (AutoNAT, libp2p specs).
+
+Two hosts behind NATs that give all connections of a host the same port become connected directly:
+p2pd punches a hole for each *new* relayed connection (DCUtR, libp2p specs), once it knows its own
+address, for which it wants to hear it from four peers that it has dialed, and that nobody can dial
+it there. Relayed connections that are older than that knowledge are closed here, once.
 """
 
 import asyncio
@@ -45,6 +50,11 @@ ASK_TIMEOUT_S = 30.0
 PEERS_ASKED = 3
 """Per question, until one knows."""
 
+PUNCHES_AFTER_S = 45.0
+"""Of p2pd's life, before it may know that it cannot be dialed: it asks after 15 s, and a dial that
+nobody answers takes another 15 s.
+"""
+
 AUTONAT_PROTOCOL = "/libp2p/autonat/1.0.0"
 _DIALED, _NOT_DIALED = 0, 100
 
@@ -79,6 +89,8 @@ class Reachability:
         self._slots: dict[str, HeldSlot] = {}
         self._refused_until: dict[str, float] = {}
         self._own_addresses: tuple[str, ...] = ()
+        self._punched = False
+        self._started_at = asyncio.get_running_loop().time()
         self._in_doubt = asyncio.Event()
 
     def relayed_addresses(self) -> list[str]:
@@ -119,9 +131,21 @@ class Reachability:
         else:
             await self._renew(direct)
             await self._fill(direct)
+            await self._have_holes_punched([peer for peer in connected if peer not in direct])
         if (self._own_addresses, self.relayed_addresses()) != before:
             log.info("%s", self.sentence())
             self._on_change()
+
+    async def _have_holes_punched(self, relayed: Iterable[str]) -> None:
+        now = asyncio.get_running_loop().time()
+        known = any(multiaddrs.is_public(address) for address in self._own_addresses)
+        if not known or self.dialable is None or now < self._started_at + PUNCHES_AFTER_S:
+            self._punched = False
+        elif not self._punched:
+            self._punched = True
+            for peer in relayed:
+                log.info("closing the relayed connection to %s for a direct one", peer[-8:])
+                await self._control.disconnect(peer)
 
     async def _keep_slots(self) -> None:
         while True:

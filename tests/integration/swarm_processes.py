@@ -24,8 +24,8 @@ from p2pdiloco_daemon.status.view import JsonObject
 
 T = TypeVar("T")
 
-PATIENCE_S = 90.0
-"""On a machine that runs other things too, where importing torch alone may take 20 s."""
+PATIENCE_S = 180.0
+"""On a machine that runs other things too, where importing torch alone may take a minute."""
 
 NUM_FRAGMENTS = 3
 SPEC = f"""

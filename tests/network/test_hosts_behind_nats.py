@@ -6,10 +6,12 @@ Real p2pd in network namespaces; no training.
 import asyncio
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
+from itertools import product
 from pathlib import Path
 
 import pytest
 from lab_hosts import (
+    POLL_S,
     is_relayed,
     opened,
     put_p2pd_into_namespaces,
@@ -21,8 +23,9 @@ from required_lab import required_lab
 
 from benchmarks.lab import Lab
 from p2pdiloco_bootstrap.host import Host
+from p2pdiloco_bootstrap.reachability import PUNCHES_AFTER_S
 
-pytestmark = [pytest.mark.loopback, pytest.mark.slow]
+pytestmark = [pytest.mark.loopback, pytest.mark.slow, pytest.mark.timeout(240)]
 
 NO_RELAY = "it has found no relay"
 
@@ -86,6 +89,30 @@ def test_a_member_that_can_be_dialed_relays_on_when_the_first_peer_dies(
             await mortal.aclose()
             await until(lambda: relays_of(a) == relays_of(b) == other.peer_id[-8:])
             await until_both_reach(a, b)
+
+    asyncio.run(main())
+
+
+def test_two_hosts_behind_nats_become_connected_directly(lab: Lab, tmp_path: Path) -> None:
+    """Once four peers that they dial have told them their addresses."""
+    town, members = lab.public("town"), [lab.public(f"member-{number}") for number in range(3)]
+    homes = [lab.behind_nat(name) for name in ("home-a", "home-b")]
+
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            first = await stack.enter_async_context(opened(town, tmp_path, reachability="public"))
+            others = [await stack.enter_async_context(opened(h, tmp_path, first)) for h in members]
+            a, b = [await stack.enter_async_context(opened(h, tmp_path, first)) for h in homes]
+            for home, other in product((a, b), others):
+                await home.connect(other.peer_id, await other.addresses())
+            await until_both_reach(a, b)
+            assert await is_relayed(a, b)
+            async with asyncio.timeout(2 * PUNCHES_AFTER_S):
+                while True:
+                    await until_both_reach(a, b)
+                    if not await is_relayed(a, b):
+                        break
+                    await asyncio.sleep(POLL_S)
 
     asyncio.run(main())
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from functools import cached_property
 from typing import Any
 
 import pytest
@@ -10,7 +11,13 @@ from virtual_clock import run_virtual
 from p2pdiloco_bootstrap import protobuf, reachability
 from p2pdiloco_bootstrap.control import Control
 from p2pdiloco_bootstrap.identity import Identity, base58_decode
-from p2pdiloco_bootstrap.reachability import REFUSAL_S, RENEW_S, Reachability, dial_request
+from p2pdiloco_bootstrap.reachability import (
+    PUNCHES_AFTER_S,
+    REFUSAL_S,
+    RENEW_S,
+    Reachability,
+    dial_request,
+)
 from p2pdiloco_bootstrap.relay import Slot
 
 GOOD, SMALL = Slot(4 << 30, ()), Slot(128 << 10, ())
@@ -20,6 +27,8 @@ class FakeControl(Control):
     """A p2pd with connections to `peers`, some of which relay."""
 
     def __init__(self) -> None:
+        self.own: list[str] = []
+        self.closed: list[str] = []
         self.peers: dict[str, tuple[str, ...]] = {}
         self.slots: dict[str, Slot] = {}
         self.asked: list[str] = []
@@ -30,7 +39,10 @@ class FakeControl(Control):
             self.slots[peer] = slot
 
     async def addresses(self) -> list[str]:
-        return []
+        return self.own
+
+    async def disconnect(self, peer: str) -> None:
+        self.closed.append(peer)
 
     async def connections(self) -> dict[str, tuple[str, ...]]:
         return self.peers
@@ -42,7 +54,7 @@ class Watched:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, bootstraps: tuple[str, ...] = ()) -> None:
         self.control = FakeControl()
         self.changes = 0
-        self.it = Reachability(self.control, "me", bootstraps, asks=False, on_change=self._changed)
+        self._bootstraps = bootstraps
 
         async def reserve(control: Control, relay: str) -> Slot:
             self.control.asked.append(relay)
@@ -52,6 +64,12 @@ class Watched:
 
         monkeypatch.setattr(reachability, "reserve", reserve)
 
+    @cached_property
+    def it(self) -> Reachability:
+        return Reachability(
+            self.control, "me", self._bootstraps, asks=False, on_change=self._changed
+        )
+
     def _changed(self) -> None:
         self.changes += 1
 
@@ -60,7 +78,10 @@ class Watched:
 
 
 def play(script: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    run_virtual(script())
+    async def main() -> None:
+        await script()
+
+    run_virtual(main())
 
 
 def test_two_relays_are_kept_bootstrap_peers_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +139,7 @@ def test_a_relay_that_cuts_bodies_off_is_not_used_and_asked_again_later(
 def test_a_peer_behind_a_relay_is_not_asked_to_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
     host = Watched(monkeypatch)
     host.control.add("ann", GOOD, "/ip4/44.128.1.2/tcp/1/p2p/x/p2p-circuit")
-    play(host.it.look)
+    play(lambda: host.it.look())
     assert not host.control.asked
 
 
@@ -154,10 +175,31 @@ def test_whoever_can_be_dialed_gives_its_slots_up(monkeypatch: pytest.MonkeyPatc
     assert host.it.sentence() == "other nodes can dial this one"
 
 
+def test_relayed_connections_are_closed_once_when_holes_can_be_punched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    host = Watched(monkeypatch)
+    host.control.add("ann", None, "/ip4/44.128.1.2/tcp/1/p2p/x/p2p-circuit")
+    host.control.add("bob", None)
+
+    async def script() -> None:
+        await host.it.look()
+        await asyncio.sleep(PUNCHES_AFTER_S)
+        await host.it.look()
+        assert not host.control.closed
+        host.control.own = ["/ip4/44.128.5.2/tcp/8600", "/ip4/192.168.1.2/tcp/8600"]
+        host.it.dialable = False
+        await host.it.look()
+        await host.it.look()
+        assert host.control.closed == ["ann"]
+
+    play(script)
+
+
 def test_addresses_that_the_relay_names_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     host = Watched(monkeypatch)
     host.control.add("ann", Slot(4 << 30, ("/ip4/44.128.9.9/tcp/5/p2p/ann/p2p-circuit",)))
-    play(host.it.look)
+    play(lambda: host.it.look())
     assert host.it.relayed_addresses() == ["/ip4/44.128.9.9/tcp/5/p2p/ann/p2p-circuit"]
 
 

@@ -6,10 +6,14 @@ from yarl import URL
 from p2pdiloco.errors import UserError
 from p2pdiloco_bootstrap.addresses import (
     decode,
+    decode_circuit,
     encode,
     is_loopback,
+    is_public,
+    is_relayed,
     listen_address,
     split_peer,
+    through,
 )
 from p2pdiloco_bootstrap.identity import Identity, base58_decode
 from p2pdiloco_bootstrap.streams import peer_of, peer_url
@@ -54,6 +58,19 @@ def test_loopback_is_told_from_elsewhere() -> None:
     assert is_loopback("/ip6/::1/tcp/1")
     assert not is_loopback(DIRECT)
     assert not is_loopback("/dns4/localhost/tcp/1")
+
+
+def test_what_can_be_dialed_from_anywhere() -> None:
+    assert is_public("/ip4/44.128.1.2/tcp/1")
+    assert not is_public("/ip4/192.168.1.2/tcp/1")
+    assert not is_public("/dns4/somewhere.example/tcp/1")
+
+
+def test_what_leads_through_a_relay() -> None:
+    assert through(DIRECT, PEER) == RELAYED
+    assert is_relayed(RELAYED) and not is_relayed(DIRECT)
+    assert decode_circuit(b"") is None
+    assert decode_circuit(encode(DIRECT).encoded) is None
 
 
 def test_what_to_listen_on_is_an_ip_address() -> None:
