@@ -5,6 +5,7 @@ The learner is a fake whose numbers drift towards `TARGET`, at a pace in virtual
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -35,7 +36,7 @@ from p2pdiloco_daemon.exchange import (
 )
 from p2pdiloco_daemon.holdings import Holdings
 from p2pdiloco_daemon.node import NodeShell
-from p2pdiloco_daemon.replica import Replica, Vector, genesis, pack_state
+from p2pdiloco_daemon.replica import FragmentState, Replica, Vector, genesis, pack_state
 from p2pdiloco_daemon.shelf import NodeShelf
 from p2pdiloco_daemon.store import Store
 
@@ -49,6 +50,14 @@ NOISE = 0.01
 """Deviation of a step; a learner that has arrived would have nothing more to contribute."""
 TOKENS_PER_STEP = 10
 TIMES = SyncTimes(inner_steps=6, num_fragments=3, overlap_steps=2, quorum=1, grace_factor=0.8)
+
+
+def rot(state: FragmentState | None) -> None:
+    """Flips a bit of the anchor, which nobody may write to."""
+    assert state
+    state.anchor.setflags(write=True)
+    state.anchor.view(np.uint32)[3] ^= 1 << 20
+    state.anchor.setflags(write=False)
 
 
 def new_replica() -> Replica:
@@ -97,6 +106,10 @@ class Network:
     inboxes: dict[str, TakeMessage] = field(default_factory=dict)
     hung: set[str] = field(default_factory=set)
     latency_s: float = 0.02
+    state_chunk_s: dict[str, float] = field(default_factory=dict)
+    """What a chunk of a state takes to a peer with a slow link."""
+    state_chunks: Counter[str] = field(default_factory=Counter)
+    """Chunks of states that each peer has received."""
 
     def __post_init__(self) -> None:
         self.shelves[BOOT] = GenesisShelf()
@@ -167,7 +180,10 @@ class MemoryExchange(Exchange):
             body = body.path.read_bytes()[body.offset :][: body.num_bytes]
         if not isinstance(body, bytes | bytearray) or len(body) != total_bytes:
             raise PeerError(f"{donor} has not got {path}")
+        if kind == "state":
+            await asyncio.sleep(self._network.state_chunk_s.get(self._me, 0.0))
         place[:] = body[start : start + len(place)]
+        self._network.state_chunks[self._me] += kind == "state"
         progress()
 
 

@@ -1,6 +1,7 @@
 """The shell around a core that wants whatever the test wants: each action is answered."""
 
 import asyncio
+import threading
 import traceback
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
@@ -9,19 +10,21 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
-from memory_swarm import FRAGMENTS, GENESIS, A, B, C, Living, Network, open_node
+from memory_swarm import FRAGMENTS, GENESIS, A, B, C, Living, Network, open_node, rot
 from merge_history import Donor, History, P, make_history
 from virtual_clock import run_virtual
 
 from p2pdiloco.compress.codec import encode
 from p2pdiloco.errors import PeerError
 from p2pdiloco.protocol import actions, events, wire
-from p2pdiloco.protocol.lineage import Contributor, Record
+from p2pdiloco.protocol.lineage import Chain, Contributor, Record
 from p2pdiloco.protocol.naming import PeerId, RoundId
 from p2pdiloco.protocol.node import Node
 from p2pdiloco_bootstrap.shelf import Contribution, RecordsPage
+from p2pdiloco_daemon import fetch, holdings
 from p2pdiloco_daemon import learner as learners
 from p2pdiloco_daemon.node import INBOX_MAX, SENDS_PER_PEER_MAX
+from p2pdiloco_daemon.replica import make_state, pack_state, require_sound
 
 E = TypeVar("E", bound=events.Event)
 
@@ -526,6 +529,207 @@ def test_a_state_that_comes_out_differently_is_a_divergence(tmp_path: Path) -> N
         failed = await bench.answer(catch_up(history, None, (other,), B), events.CatchUpFailed)
         assert failed.diverged
         assert held_digest(bench) == GENESIS[P].digest
+
+    play(tmp_path, scenario)
+
+
+# -------------------------------------------------------------------- memory that went wrong
+
+
+def hold_rotten(bench: Bench, version: int = 0, history: History | None = None) -> None:
+    sound = history.states[version] if history else GENESIS[P]
+    held = make_state(P, version, sound.anchor.copy(), sound.momentum.copy())
+    bench.holdings.replica.put(held)
+    rot(held)
+
+
+def test_no_contribution_is_made_from_a_damaged_state(tmp_path: Path) -> None:
+    async def scenario(bench: Bench) -> None:
+        hold_rotten(bench)
+        bench.shell.learner = bench.learner
+        bench.want(PREPARE)
+        await asyncio.sleep(1)
+        bench.shell.on_learner(learners.Snapshot(1, P, 0, 3, 30, GENESIS[P].anchor - DELTA))
+        assert await bench.told(events.StateDamaged) == events.StateDamaged(P, 0)
+        assert "damaged in memory" in (await bench.told(events.ContributionFailed)).reason
+
+    play(tmp_path, scenario)
+
+
+def test_no_merge_is_made_from_a_damaged_state(tmp_path: Path) -> None:
+    async def scenario(bench: Bench) -> None:
+        hold_rotten(bench)
+        offer(bench, SAME)
+        await bench.answer(actions.PullContribution(ROUND, B), events.ContributionPulled)
+        bench.want(actions.MergeRound(ROUND, (Contributor(B, 100, 10),)))
+        assert await bench.told(events.StateDamaged) == events.StateDamaged(P, 0)
+        assert "damaged in memory" in (await bench.told(events.MergeFailed)).reason
+
+    play(tmp_path, scenario)
+
+
+def test_an_honest_peer_is_not_blamed_for_a_damaged_state(tmp_path: Path) -> None:
+    async def scenario(bench: Bench) -> None:
+        hold_rotten(bench)
+        state = bench.holdings.replica.state(P)
+        assert state
+        state.anchor.setflags(write=True)
+        state.anchor[0] = np.nan
+        offer(bench, SAME)
+        bench.want(actions.PullContribution(ROUND, B))
+        await bench.told(events.StateDamaged)
+        assert not (await bench.told(events.PullFailed)).hostile
+
+    play(tmp_path, scenario)
+
+
+def test_no_merge_is_applied_to_a_damaged_state(tmp_path: Path) -> None:
+    async def scenario(bench: Bench) -> None:
+        history = make_history(2)
+        hold_rotten(bench, 1, history)
+        bench.network.shelves[B] = Donor.of(history)
+        bench.want(catch_up(history, None, history.records[1:], B))
+        assert await bench.told(events.StateDamaged) == events.StateDamaged(P, 1)
+        assert not (await bench.told(events.CatchUpFailed)).diverged
+
+    play(tmp_path, scenario)
+
+
+def test_our_own_disk_answers_and_heals(tmp_path: Path) -> None:
+    async def scenario(bench: Bench) -> None:
+        history = make_history(6)
+        bench.network.shelves[B] = Donor.of(history)
+        bench.want(catch_up(history, 0, history.records, B))
+        for _ in range(7):
+            await bench.told(events.StateReached)
+        del bench.network.shelves[B]
+        held = bench.holdings.replica.state(P)
+        rot(held)
+        bench.core.state.registers[P].chain = Chain(0, GENESIS[P].digest, list(history.records))
+        fetched = await bench.answer(actions.FetchRecords(A, P, 0), events.RecordsFetched)
+        assert fetched.records == history.records
+        newest = fetched.snapshots[0]
+        assert newest == events.SnapshotInfo(4, history.states[4].digest)
+        bench.want(catch_up(history, 4, history.records[4:]))
+        for version in (4, 5, 6):
+            assert (await bench.told(events.StateReached)).version == version
+        assert held_digest(bench) == history.states[6].digest
+        healed = bench.holdings.replica.state(P)
+        assert healed is not held and healed
+        require_sound(healed)
+
+    play(tmp_path, scenario)
+
+
+# -------------------------------------------------------------------- a donor that fails half-way
+
+
+class Fainting(Donor):
+    """Gives so many chunks of states, then has nothing."""
+
+    num_chunks = 0
+
+    async def state(self, fragment: int, version: int, digest: str) -> bytes | None:
+        self.num_chunks -= 1
+        return self.states.get(version) if self.num_chunks >= 0 else None
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_what_arrived_of_a_state_is_not_fetched_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restart: bool
+) -> None:
+    monkeypatch.setattr(fetch, "CHUNK_BYTES", 16)
+    history = make_history(4)
+    wanted = catch_up(history, 4, (), B)
+    num_chunks = -(-len(pack_state(history.states[4])) // 16)
+
+    async def begin(bench: Bench) -> None:
+        donor = bench.network.shelves[B] = Fainting.of(history)
+        assert isinstance(donor, Fainting)
+        donor.num_chunks = 5
+        failed = await bench.answer(wanted, events.CatchUpFailed)
+        assert "bert has not got" in failed.reason
+        if not restart:
+            await finish(bench)
+
+    async def finish(bench: Bench) -> None:
+        before = bench.network.state_chunks[A]
+        bench.network.shelves[B] = Donor(RecordsPage((), ()), states=Donor.of(history).states)
+        fetched = await bench.answer(FETCH, events.RecordsFetched)
+        assert fetched.begun == events.SnapshotInfo(4, history.states[4].digest)
+        assert (await bench.answer(wanted, events.StateReached)).version == 4
+        assert held_digest(bench) == history.states[4].digest
+        assert bench.network.state_chunks[A] - before == num_chunks - 5
+        fetched = await bench.answer(FETCH, events.RecordsFetched)
+        assert fetched.begun is None
+
+    play(tmp_path, begin)
+    if restart:
+        play(tmp_path, finish)
+
+
+def test_wrong_chunks_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "CHUNK_BYTES", 16)
+
+    async def scenario(bench: Bench) -> None:
+        history = make_history(4)
+        packed = pack_state(history.states[4])
+        bench.network.shelves[B] = Donor(RecordsPage((), ()), states={4: packed[:-1] + b"?"})
+        bench.want(catch_up(history, 4, (), B))
+        await bench.told(events.WrongBytes)
+        await bench.told(events.CatchUpFailed)
+        assert (await bench.answer(FETCH, events.RecordsFetched)).begun is None
+        bench.network.shelves[C] = Donor.of(history)
+        reached = await bench.answer(catch_up(history, 4, (), C), events.StateReached)
+        assert reached.version == 4
+
+    play(tmp_path, scenario)
+
+
+# -------------------------------------------------------------------- what the disk has
+
+
+def test_nobody_is_told_of_a_merge_that_is_being_written(tmp_path: Path) -> None:
+    async def scenario(bench: Bench) -> None:
+        history, arrived = make_history(1), bench.count_messages(B)
+        hold(bench)
+        writing = threading.Event()
+        before = asyncio.create_task(bench.holdings.on_disk(writing.wait))
+        await asyncio.sleep(0)
+        await bench.holdings.apply(history.records[0], history.payloads[0])
+        bench.want(actions.Send(B, LEFT))
+        page = asyncio.create_task(bench.network.shelves[A].records(P, 0))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert arrived == [] and not page.done()
+        writing.set()
+        await before
+        await page
+        await asyncio.sleep(0.1)
+        assert arrived == [A]
+
+    play(tmp_path, scenario)
+
+
+def test_a_disk_that_takes_too_long_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(holdings, "DISK_PATIENCE_S", 0)
+
+    async def scenario(bench: Bench) -> None:
+        history = make_history(1)
+        hold(bench)
+        writing = threading.Event()
+        before = asyncio.create_task(bench.holdings.on_disk(writing.wait))
+        await asyncio.sleep(0)
+        await bench.holdings.apply(history.records[0], history.payloads[0])
+        await bench.holdings.written()
+        assert "the disk is too slow" in (bench.holdings.store_error or "")
+        writing.set()
+        await before
+        await bench.holdings.on_disk(lambda: None)
+        await asyncio.sleep(0.1)
+        assert bench.holdings.store_error is None
 
     play(tmp_path, scenario)
 
