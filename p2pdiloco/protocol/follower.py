@@ -32,6 +32,12 @@ PURSUITS_MAX = 4
 stay bounded.
 """
 DONORS_MAX = 8
+NEWS_S = 1.0
+"""In a large swarm, a member that hears of the next version from a heartbeat asks for it when it
+was not told within this."""
+MAKER_NEWS_S = 8.0
+"""The same, if the heartbeat is of the synchronizer: its uplink serves the first few, they the
+others."""
 ANSWER_S = 20.0
 """A question that is not answered for so long is forgotten: who announces much and answers slowly
 must not keep us from asking others.
@@ -77,22 +83,40 @@ class Follower:
         if record.tokens_total != chain.tokens_total + record.tokens:
             raise PeerError(f"tokens_total of {record.version} does not add up")
         self.synchronizer.give_up(register, f"{record.synchronizer[-8:]} committed it first")
-        self._forward(sender, record)
         self._pursue(register, None, (record,), sender)
 
-    def _forward(self, sender: PeerId, record: Record) -> None:
-        """In a swarm too large for the synchronizer to tell everybody, news spreads by gossip."""
+    def _forward(self, record: Record, source: PeerId) -> None:
+        """In a swarm too large for the synchronizer to tell everybody, news spreads by gossip; and
+        since it comes from those that have the payload by then, so does the payload.
+        """
         node = self.node
-        if len(node.membership.alive(node.now)) <= ALL_TO_ALL_MAX:
+        if self._is_small():
             return
         for peer in node.membership.audience(node.now, node.rng):
-            if peer not in (sender, record.synchronizer):
+            if peer not in (source, record.synchronizer):
                 node.send(peer, Committed(record))
+
+    def _is_small(self) -> bool:
+        """Whether a synchronizer tells everybody, and serves its merge to everybody."""
+        return len(self.node.membership.alive(self.node.now)) <= ALL_TO_ALL_MAX
 
     def heartbeat(self, sender: PeerId, heartbeat: Heartbeat) -> None:
         for register, head in zip(self.node.registers, heartbeat.heads, strict=True):
-            if head.version >= 0 and register.gains_from(head.weight):
+            gains = head.version >= 0 and register.gains_from(head.weight)
+            if gains and not self._will_be_told(register, sender, head.version):
                 self.ask(register, sender)
+
+    def _will_be_told(self, register: Register, sender: PeerId, version: int) -> bool:
+        """Whether to wait for the next record rather than to ask for it: if everybody asked as soon
+        as a heartbeat boasts of it, the synchronizer would serve everybody.
+        """
+        node = self.node
+        if version != register.version + 1 or self._is_small():
+            return False
+        if register.news_of != version:
+            register.news_of, register.news_at = version, node.now
+        is_its_maker = sender == node.post(register)[0]
+        return node.now < register.news_at + (MAKER_NEWS_S if is_its_maker else NEWS_S)
 
     def look_around(self) -> None:
         """Now and then: forget questions without answer, and look who has something newer."""
@@ -209,8 +233,9 @@ class Follower:
     def _donors(
         self, register: Register, source: PeerId, target: Record | None
     ) -> tuple[PeerId, ...]:
-        """Who should have the bytes, best first: the one who told us, the synchronizer, then all
-        that stand there.
+        """Who should have the bytes, best first: the one who told us, then all that stand there, in
+        any order, so that they share the work. The synchronizer, which everybody knows to have
+        them, is spared in a large swarm.
         """
         node, p = self.node, register.index
         version = target.version if target else 0
@@ -219,8 +244,10 @@ class Follower:
             for m, h in node.membership.ready(node.now)
             if h.heads[p].version >= version and node.may_ask(m.peer)
         ]
-        first = [source, *([target.synchronizer] if target else [])]
-        donors = dict.fromkeys([*first, *holders, *node.config.genesis_donors])
+        holders = node.rng.sample(holders, len(holders))
+        maker = [target.synchronizer] if target else []
+        ranked = [*maker, *holders] if self._is_small() else [*holders[: DONORS_MAX - 2], *maker]
+        donors = dict.fromkeys([source, *ranked, *node.config.genesis_donors])
         return tuple(d for d in donors if d != node.me)[:DONORS_MAX]
 
     # ---------------------------------------------------------------- when our own state is wrong
@@ -258,6 +285,8 @@ class Follower:
             contributor.version_reached(node, register)
             remember(node, event.record, None)
             node.idle.forgive(event.record.synchronizer)
+            if pursuit.is_news:
+                self._forward(event.record, pursuit.source)
         register.failures = 0
         if event.version == pursuit.target:
             register.pursuit = None

@@ -38,6 +38,11 @@ class Pursuit:
         snapshot = self.catch_up.snapshot
         return self.lineage[-1].version if self.lineage else (snapshot.version if snapshot else 0)
 
+    @property
+    def is_news(self) -> bool:
+        """Whether it is about the next merge alone."""
+        return self.catch_up.snapshot is None and len(self.catch_up.records) == 1
+
 
 @dataclass(slots=True)
 class Register:
@@ -74,6 +79,9 @@ class Register:
     disbelieved: str | None = None
     """Digest of a record found wrong: it is followed no more."""
     due_since: float | None = None
+    news_of: int = -1
+    news_at: float = 0.0
+    """When a heartbeat first spoke of the version `news_of`."""
     newest_seen: int = -1
     """The newest version that anybody holds, as far as we know."""
 
