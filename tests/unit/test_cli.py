@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from p2pdiloco_daemon.cli import directories
+from p2pdiloco.simulation.goodput_mixed import Mixed
+from p2pdiloco_daemon import goodput_plot
+from p2pdiloco_daemon.cli import directories, simulate
 from p2pdiloco_daemon.cli.main import main
 from p2pdiloco_daemon.status.view import NodeState, Run, Status, TokenLedger
 
-COMMANDS = ("demo", "new", "bootstrap", "join", "status", "export", "sample")
+COMMANDS = ("demo", "new", "bootstrap", "join", "status", "export", "sample", "simulate")
 
 
 @pytest.fixture(autouse=True)
@@ -191,3 +193,54 @@ def test_status_prints_what_the_node_tells(capsys: pytest.CaptureFixture[str]) -
     assert text.startswith("Training, 2 other nodes.\nrun           kjv (")
     assert "9 processed = 4 merged + 2 pending + 2 rejected + 1 lost" in text
     assert json.loads(capsys.readouterr().out) == told.to_json()
+
+
+# -------------------------------------------------------------------- simulate
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--chips", "0"], "chips: expected a whole number from 1 to 1000000000, got 0"),
+        (["--chips", "many"], "argument --chips: invalid int value: 'many'"),
+        (["--chips", "8", "--learners", "9"], "9 learners cannot share 8 chips"),
+        (["--seeds", "-1"], "seeds: expected a whole number from 1 to 1000, got -1"),
+        (["--interruption-years", "-1"], "expected a number of years above 0, got '-1'"),
+        (["--scale-down-s", "-3"], "scale_down_s: expected a number from 0 to 86400, got -3"),
+        (["--interruption-years", "1e-3"], "2400000 chips would fail every 0.013 s"),
+        (["--volunteers", "1"], "--volunteers: expected a whole number from 2 to 4000, got 1"),
+        (["--volunteers", "9", "--hours", "0"], "--hours: expected a number above 0"),
+        (["--volunteers", "9", "--plot", "a.svg"], "--plot draws the table of chips"),
+        (["--plot", "a.pdf"], "--plot: expected a file that ends in .png or .svg, got a.pdf"),
+        (["--json", "no/such/place.json"], "the directory no/such does not exist"),
+        (["--json", "/"], "--json: / is a directory; name a file"),
+    ],
+)
+def test_simulate_refuses_what_makes_no_sense(
+    argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert words in complaint(capsys, "simulate", *argv)
+
+
+def test_simulate_says_what_a_picture_needs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(goodput_plot, "find_spec", lambda name: None)
+    words = complaint(capsys, "simulate", "--plot", str(tmp_path / "a.png"))
+    assert words.endswith("not installed: python -m pip install 'p2pdiloco[benchmarks]'")
+
+
+def test_simulate_prints_and_writes_a_small_table(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(simulate, "run_mixed", lambda seed: (Mixed("K = 1", 1.0, 1.0, 1.0),))
+    argv = ["simulate", "--chips", "2400000", "--learners", "2", "--seeds", "1"]
+    assert main([*argv, "--json", str(tmp_path / "a.json")]) == 0
+    text = capsys.readouterr().out
+    assert "data parallel, rigid" in text
+    assert "decoupled, M=2" in text
+    assert "No learner ever waited" in text
+    told = json.loads((tmp_path / "a.json").read_text())
+    assert [cell["row"] for cell in told["cells"]] == ["rigid", "elastic", "M=2"]
+    assert told["cells"][2]["merging"]["num_merges"] > 0
+    assert told["mixed"][0]["policy"] == "K = 1"

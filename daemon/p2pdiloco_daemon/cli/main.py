@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from p2pdiloco.errors import P2PDilocoError, UserError
-from p2pdiloco_daemon.cli import bootstrap, demo, export, join, new, sample, status
+from p2pdiloco_daemon.cli import bootstrap, demo, export, join, new, sample, simulate, status
 
-_COMMANDS = (demo, new, bootstrap, join, status, export, sample)
+_COMMANDS = (demo, new, bootstrap, join, status, export, sample, simulate)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
