@@ -60,8 +60,11 @@ SPREAD_SYNC_STEPS = 0.5
 """Time from the close of a round to the new fragment at every learner, in steps."""
 
 Vector = npt.NDArray[np.float32]
-Admit = Literal["first", "grace", "all"]
-"""Whom a round waits for: the quorum of one, a quorum of one and the grace window, everybody."""
+Admit = Literal["first", "grace", "all", "wait"]
+"""Whom a round waits for: the quorum of one, a quorum of one and the grace window, everybody; the
+learners go on meanwhile. Under "wait" they do not: the synchronous baseline, K = M, where each
+stands still at every H/P steps until all have arrived.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +118,8 @@ class Outcome:
     merged: float | None = None
     payload_bytes: float | None = None
     """Mean size of one learner's contribution."""
+    goodput: float | None = None
+    """Share of the learners' virtual time in which they took steps rather than waited."""
     cpu_s: float = 0.0
 
     def at(self, step: int) -> float | None:
@@ -211,7 +216,9 @@ class SwarmRun:
     def __init__(self, bench: Bench, setting: Setting, num_steps: int, record: Record) -> None:
         assert setting.swarm is not None
         self.swarm = setting.swarm
-        self.bench, self.record, self.end = bench, record, float(num_steps)
+        self.bench, self.record, self.num_steps = bench, record, num_steps
+        self.waits = self.swarm.admit == "wait"
+        self.end = float("inf") if self.waits else float(num_steps)
         self.random = random.Random(f"spread {setting.seed}")
         num_learners = len(self.swarm.step_times)
         self.learners = [
@@ -228,6 +235,10 @@ class SwarmRun:
         self.outcome = Outcome()
         self.sizes: list[int] = []
         self.contributors: list[int] = []
+        self.taken = [0] * num_learners
+        self.waiting: dict[int, float] = {}
+        """Learner -> since when it stands still."""
+        self.waited = 0.0
         self.serial = itertools.count()
         self.events: list[tuple[float, int, int, Any]] = []
         # The unit of time is the median learner's step.
@@ -237,9 +248,10 @@ class SwarmRun:
     def run(self) -> None:
         for m in range(len(self.learners)):
             self._at(0.0, _BOUNDARY, m)
-        self._at(self._launch_time(1), _LAUNCH, 1)
-        for step in range(EVALUATE_EVERY, int(self.end) + 1, EVALUATE_EVERY):
-            self._at(float(step), _EVALUATE, step)
+        if not self.waits:
+            self._at(self._launch_time(1), _LAUNCH, 1)
+            for step in range(EVALUATE_EVERY, self.num_steps + 1, EVALUATE_EVERY):
+                self._at(float(step), _EVALUATE, step)
         handlers: dict[int, Callable[[float, Any], None]] = {
             _COMMIT: self._commit,
             _LAUNCH: self._launch,
@@ -264,22 +276,37 @@ class SwarmRun:
 
     def _launch(self, now: float, number: int) -> None:
         """Opens the round of the next fragment, unless its last one is still under way."""
+        self._open(now, number)
+        self._at(self._launch_time(number + 1), _LAUNCH, number + 1)
+
+    def _open(self, now: float, number: int) -> None:
         p = (number - 1) % len(self.plan)
         if p not in self.rounds:
             self.rounds[p] = Round(p, now)
-        self._at(self._launch_time(number + 1), _LAUNCH, number + 1)
 
     def _boundary(self, now: float, m: int) -> None:
-        """First what has arrived, then the open rounds, then the next step."""
+        """First what has arrived, then the open rounds, then the next step, unless it waits."""
         loop = self.learners[m]
         for p, state in enumerate(self.states):
             if state.version > self.versions[m][p]:
                 loop.overwrite_fragment(p, state.anchor)
                 self.versions[m][p] = state.version
+        period = self.swarm.inner_steps // self.swarm.num_fragments
+        arrives = self.waits and self.taken[m] > 0 and self.taken[m] % period == 0
+        if arrives and not self.waiting:
+            self._open(now, self.taken[m] // period)
+        if arrives:
+            self.waiting[m] = now
         for pending in list(self.rounds.values()):
             self._contribute(now, pending, m)
-        if now < self.end:
-            loop.step()
+        if not arrives:
+            self._step(now, m)
+
+    def _step(self, now: float, m: int) -> None:
+        over = self.taken[m] >= self.num_steps if self.waits else now >= self.end
+        if not over:
+            self.learners[m].step()
+            self.taken[m] += 1
             noise = self.random.gauss(1.0, self.swarm.noise) if self.swarm.noise else 1.0
             duration = self.swarm.step_times[m] / self.unit * max(0.5, noise)
             self._at(now + duration, _BOUNDARY, m)
@@ -296,7 +323,7 @@ class SwarmRun:
         pending.parts[m] = decode(payload, local.size, self.swarm.wire), weight
         if len(pending.parts) == len(self.learners):
             self._at(now, _CLOSE, pending)
-        elif self.swarm.admit != "all" and not pending.closing:
+        elif self.swarm.admit in ("first", "grace") and not pending.closing:
             pending.closing = True
             self._at(now + self._grace(now - pending.opened), _CLOSE, pending)
 
@@ -325,6 +352,16 @@ class SwarmRun:
         merged = merge(deltas, weights, self.plan[p], self.swarm.merge)
         delta = decode(encode(merged, self.swarm.wire), merged.size, self.swarm.wire)
         self._at(now + self._sync_steps(), _COMMIT, (pending, delta))
+        if self.waits:
+            self._all_go_on(now)
+
+    def _all_go_on(self, now: float) -> None:
+        if self.taken[0] % EVALUATE_EVERY == 0:
+            self._at(now, _EVALUATE, self.taken[0])
+        for m, since in self.waiting.items():
+            self.waited += now - since
+            self._step(now, m)
+        self.waiting.clear()
 
     def _commit(self, now: float, closed: tuple[Round, Vector]) -> None:
         pending, delta = closed
@@ -345,6 +382,7 @@ class SwarmRun:
         self.outcome.curve.append((step, self.bench.evaluate(self.judge.model)))
         self.outcome.merged = float(np.mean(self.contributors))
         self.outcome.payload_bytes = float(np.mean(self.sizes))
+        self.outcome.goodput = 1 - self.waited / (now * len(self.learners))
         self.record(self.outcome)
 
 
@@ -475,14 +513,14 @@ def wires(seeds: Sequence[int]) -> list[Setting]:
 
 
 def spread(seeds: Sequence[int]) -> list[Setting]:
-    """Learners of two speeds under the three ways to close a round."""
+    """Learners of two speeds under the ways to close a round."""
     uneven = replace(Swarm(), step_times=SPREAD, noise=SPREAD_NOISE, sync_steps=SPREAD_SYNC_STEPS)
     return [Setting(seed, replace(uneven, admit=admit)) for seed in seeds for admit in ADMITS]
 
 
 MERGES: tuple[MergeRule, ...] = ("rda", "mean")
 WIRES: tuple[WireFormat, ...] = ("float32", "int8", "int4")
-ADMITS: tuple[Admit, ...] = ("first", "grace", "all")
+ADMITS: tuple[Admit, ...] = ("first", "grace", "wait")
 
 STUDIES: dict[str, tuple[Callable[[Sequence[int]], list[Setting]], int, list[int]]] = {
     "sweep": (sweep, 300, [0]),
@@ -490,7 +528,7 @@ STUDIES: dict[str, tuple[Callable[[Sequence[int]], list[Setting]], int, list[int
     "long": (final, 4000, [0]),
     "merge": (merge_rules, 1000, [0]),
     "wire": (wires, 1000, [0]),
-    "spread": (spread, 1000, [0]),
+    "spread": (spread, 400, [0, 1, 2]),
 }
 """Name -> settings for given seeds, steps, seeds."""
 
