@@ -47,7 +47,7 @@ HEAL_S = 240.0
 """From the end of the last fault until all train together again. A start alone takes 13 seconds of
 a core, and on a machine where sixteen programs share two of them it took 90 s."""
 
-SETTLE_S = 60.0
+SETTLE_S = 120.0
 
 KILLS = (Kind.KILL_LEARNER, Kind.KILL_P2PD, Kind.KILL_DAEMON, Kind.KILL_DAEMON_AND_DISK)
 

@@ -7,6 +7,7 @@ no learner waits, nobody logs a traceback), some must hold again soon after the 
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -20,9 +21,16 @@ LOOK_EVERY_S = 0.25
 
 WAITING_S_MAX = 3.0
 WAITING_SHARE_MAX = 0.15
-"""What a learner may be without a step, in a row of looks: messages about its steps are late on a
-busy machine, and evaluations take up to 5 %. One that waited for peers would wait at each merge,
-and for a dead one the seconds that it takes to suspect it."""
+"""What a learner may be without a step: messages about its steps are late on a busy machine, and
+evaluations take up to 5 %. One that waited for peers would wait at each merge, and for a dead one
+the seconds that it takes to suspect it."""
+
+WINDOW_S = 20.0
+"""A step counts when it is done, so what seems to be waiting may be a long step; what seemed to be
+less at some look of so many seconds was less."""
+
+SPAN_S = 120.0
+"""Waiting is counted anew from time to time, so that a share of all times is not saved up."""
 
 SIGNS_OF_A_BUG = ("Traceback (most recent call last)", "was never retrieved", "Unclosed")
 
@@ -75,6 +83,8 @@ class Watch:
         """Peer -> when it was last seen among the contributors of a new merge."""
         self._states: dict[tuple[int, str], str] = {}
         self._first: dict[str, Look] = {}
+        self._waits: dict[str, deque[tuple[float, float]]] = {}
+        """(when, seconds without a step since the first look), of the last `WINDOW_S`."""
         self._read: dict[str, int] = {}
 
     async def look(self) -> Mapping[str, Look]:
@@ -128,14 +138,22 @@ class Watch:
     def _waited(self, node: Node, look: Look) -> Promise:
         """Since the learner, or the daemon that counts for it, began."""
         first = self._first.get(node.name)
-        if not look.may_step or first is None or not look.is_of_one_piece_with(first):
+        whole = first and look.is_of_one_piece_with(first) and look.at - first.at < SPAN_S
+        if not look.may_step or first is None or not whole:
             self._first.pop(node.name, None)
             if look.may_step:
                 self._first[node.name] = look
+                self._waits[node.name] = deque()
                 node.calm_learner()
             return None
         passed_s = look.at - first.at
-        waited_s = passed_s - (look.accounted_s - first.accounted_s)
+        waits = self._waits[node.name]
+        waits.append((look.at, passed_s - (look.accounted_s - first.accounted_s)))
+        while waits[0][0] < look.at - WINDOW_S:
+            waits.popleft()
+        if passed_s < WINDOW_S:
+            return None
+        waited_s = min(waited for _, waited in waits)
         most_s = WAITING_S_MAX + WAITING_SHARE_MAX * passed_s
         return promises.at_most("seconds without a step", round(waited_s, 1), round(most_s, 1))
 
@@ -198,10 +216,9 @@ class Watch:
 
     async def settles(self, within_s: float) -> list[Sight]:
         """Has everybody stop training; Broken unless all end on the same records in time."""
-        for node in self.swarm.nodes.values():
-            await node.settle()
         deadline = time.monotonic() + within_s
         while True:
+            await together(node.settle() for node in self.swarm.nodes.values())
             looks = await self.look()
             sights = [sight(name, look) for name, look in looks.items()]
             silent = len(looks) < len(self.swarm.nodes)

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import chaos_watch
 from benchmarks.chaos_swarm import Broken, ChaosSwarm
-from benchmarks.chaos_watch import WAITING_S_MAX, Watch
+from benchmarks.chaos_watch import WINDOW_S, Watch
 from p2pdiloco_daemon.status import view
 from p2pdiloco_daemon.status.view import JsonObject
 
@@ -104,17 +104,25 @@ def test_nodes_that_train_break_nothing(stage: Stage) -> None:
 def test_a_learner_that_waits_is_noticed(stage: Stage) -> None:
     stage.look()
     with pytest.raises(Broken, match=r"a: .* seconds without a step"):
-        stage.passes(3 * WAITING_S_MAX, a_steps=False)
+        stage.passes(2 * WINDOW_S, a_steps=False)
+
+
+def test_a_long_step_is_no_waiting(stage: Stage) -> None:
+    stage.look()
+    for _ in range(10):
+        stage.passes(WINDOW_S / 2, a_steps=False)
+        stage.a.compute_s += WINDOW_S / 2
+        stage.passes(1)
 
 
 def test_a_learner_that_was_stopped_is_excused_until_it_goes_on(stage: Stage) -> None:
     stage.look()
     stage.a.disturbances += 1
-    stage.passes(20, a_steps=False)
+    stage.passes(2 * WINDOW_S, a_steps=False)
     stage.a.disturbances += 1
-    stage.passes(20)
+    stage.passes(WINDOW_S)
     with pytest.raises(Broken, match="seconds without a step"):
-        stage.passes(20, a_steps=False)
+        stage.passes(3 * WINDOW_S, a_steps=False)
 
 
 def test_the_same_record_with_another_state_is_noticed(stage: Stage) -> None:
