@@ -87,7 +87,11 @@ def is_relayed(address: str) -> bool:
 def is_public(address: str) -> bool:
     """Whether an address can be dialed from anywhere, if nothing is in between."""
     _, protocol, host, *_ = [*address.split("/"), "", ""]
-    return protocol in ("ip4", "ip6") and ipaddress.ip_address(host).is_global
+    return (
+        protocol in ("ip4", "ip6")
+        and ipaddress.ip_address(host).is_global
+        and not is_relayed(address)
+    )
 
 
 def is_loopback(address: str) -> bool:

@@ -27,7 +27,7 @@ from p2pdiloco_bootstrap.control import CONTROL_TIMEOUT_S, Control, Stream
 from p2pdiloco_bootstrap.control_sockets import socket_prefix
 from p2pdiloco_bootstrap.discovery import ANNOUNCE_RETRY_S, MemberRecords
 from p2pdiloco_bootstrap.identity import Identity
-from p2pdiloco_bootstrap.links import close_dead_links
+from p2pdiloco_bootstrap.links import close_dead_links, replace_relayed_links
 from p2pdiloco_bootstrap.neighbours import BootstrapStatus, Neighbours
 from p2pdiloco_bootstrap.p2pd import NetworkDaemon, running_p2pd
 from p2pdiloco_bootstrap.reachability import Reachability
@@ -185,6 +185,9 @@ class Host:
         if len(self._address_book) > ADDRESS_BOOK_PEERS:
             self._address_book.popitem(last=False)
 
+    def _remembered(self, peer: str) -> tuple[str, ...]:
+        return self._address_book.get(peer, ())
+
     async def connect(self, peer: str, addresses: Sequence[str] = ()) -> None:
         """Dials `peer` at all addresses known; ConnectionError names the reason for each."""
         self.remember(peer, addresses)
@@ -264,6 +267,8 @@ class Host:
             tasks.create_task(self._neighbours.tend(), name="neighbours")
             tasks.create_task(self._seeker.run(), name="seeking")
             tasks.create_task(close_dead_links(self._control), name="dead links")
+            replacing = replace_relayed_links(self._control, self._remembered, self.connect)
+            tasks.create_task(replacing, name="relayed links")
             if self._reachability:
                 tasks.create_task(self._reachability.tend(), name="reachability")
                 tasks.create_task(self._keep_known(), name="new addresses")

@@ -1,22 +1,28 @@
-"""Closes connections at once when this machine loses an address, as when it changes its network.
+"""Which connections are worth keeping.
 
-What is left of them sends into the void; by itself p2pd would find out after 40 seconds. Not here:
-who is dialed again (`neighbours.py` and the next requests do that).
+When this machine loses an address, as when it changes its network, its connections send into the
+void; by itself p2pd would find out after 40 seconds. And a peer that dialed us through a relay
+stays connected through it, though we could dial it: p2pd dials nobody to whom it is connected.
 """
 
 import asyncio
 import ipaddress
 import logging
 import socket
+from collections.abc import Awaitable, Callable, Sequence
 
 import psutil
 
+from p2pdiloco_bootstrap import addresses as multiaddrs
 from p2pdiloco_bootstrap.control import Control
 
 log = logging.getLogger(__name__)
 
 LOOK_S = 2.0
-"""Between looks at the interfaces, which take a third of a millisecond."""
+"""Between looks at interfaces and connections, which take a millisecond."""
+
+DIRECT_AGAIN_S = 600.0
+"""Until a peer that turned out to be behind a relay only is dialed directly again."""
 
 
 def addresses_here() -> frozenset[str]:
@@ -40,6 +46,36 @@ async def close_dead_links(control: Control) -> None:
             except OSError as error:  # p2pd hangs or is gone, which `Host.watch` tells
                 log.debug("cannot close connections: %s", error)
         before = now
+
+
+async def replace_relayed_links(
+    control: Control,
+    addresses_of: Callable[[str], Sequence[str]],
+    connect: Callable[[str], Awaitable[None]],
+) -> None:
+    """Dials, for ever, who is connected through a relay and says that it can be dialed."""
+    next_at: dict[str, float] = {}
+    while True:
+        await asyncio.sleep(LOOK_S)
+        now = asyncio.get_running_loop().time()
+        next_at = {peer: at for peer, at in next_at.items() if at > now}
+        try:
+            for peer, found in (await control.connections()).items():
+                relayed = all(multiaddrs.is_relayed(address) for address in found)
+                if relayed and peer not in next_at and _can_be_dialed(addresses_of(peer)):
+                    next_at[peer] = now + DIRECT_AGAIN_S
+                    log.info("dialing %s, instead of its relay", peer[-8:])
+                    await control.disconnect(peer)
+                    await connect(peer)
+        except OSError as error:
+            log.debug("no direct connection: %s", error)
+
+
+def _can_be_dialed(addresses: Sequence[str]) -> bool:
+    """Whether these are those of a peer that needs no relay."""
+    return any(multiaddrs.is_public(address) for address in addresses) and not any(
+        multiaddrs.is_relayed(address) for address in addresses
+    )
 
 
 def _is_of_the_link(text: str) -> bool:

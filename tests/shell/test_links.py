@@ -1,4 +1,4 @@
-"""Connections are closed when an address of this machine is gone, and only then."""
+"""Connections are closed when an address of ours is gone, or when there is a better way."""
 
 import asyncio
 
@@ -8,13 +8,17 @@ from virtual_clock import run_virtual
 from p2pdiloco_bootstrap import links
 from p2pdiloco_bootstrap.control import Control
 
+DIRECT = "/ip4/44.128.1.2/tcp/8600"
+RELAYED = f"{DIRECT}/p2p/relay/p2p-circuit"
+
 
 class FakeControl(Control):
     def __init__(self) -> None:
         self.closed: list[str] = []
+        self.found_at: dict[str, tuple[str, ...]] = {"ann": (DIRECT,), "bob": (RELAYED,)}
 
     async def connections(self) -> dict[str, tuple[str, ...]]:
-        return {"ann": (), "bob": ()}
+        return self.found_at
 
     async def disconnect(self, peer: str) -> None:
         self.closed.append(peer)
@@ -51,3 +55,32 @@ def test_connections_end_with_an_address(
 def test_loopback_and_addresses_of_the_link_do_not_count() -> None:
     assert not {"127.0.0.1", "::1"} & links.addresses_here()
     assert not [text for text in links.addresses_here() if text.startswith("fe80")]
+
+
+@pytest.mark.parametrize(
+    ("known", "dialed"),
+    [
+        ((DIRECT,), ["bob"]),
+        ((), []),
+        ((DIRECT, RELAYED), []),
+        (("/ip4/192.168.1.2/tcp/8600",), []),
+    ],
+)
+def test_who_is_relayed_and_can_be_dialed_is_dialed_once(
+    known: tuple[str, ...], dialed: list[str]
+) -> None:
+    control, calls = FakeControl(), list[str]()
+
+    async def connect(peer: str) -> None:
+        calls.append(peer)
+        raise ConnectionError("no answer")
+
+    async def main() -> None:
+        work = links.replace_relayed_links(control, lambda peer: known, connect)
+        replacing = asyncio.create_task(work)
+        await asyncio.sleep(links.DIRECT_AGAIN_S / 2)
+        replacing.cancel()
+        await asyncio.wait((replacing,))
+
+    run_virtual(main())
+    assert calls == control.closed == dialed

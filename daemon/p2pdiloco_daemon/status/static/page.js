@@ -311,6 +311,7 @@ function drawMachine(status) {
     ["On disk", bytes(checkpoint.bytes_on_disk), ""],
     ["Refused from others", count(refusedTotal), "", refused.map(([reason, n]) => `${n}: ${reason}`).join("\n")],
   ];
+  if (status.network.reach) facts.push(["Reached by others", status.network.reach, ""]);
   if (learner.last_error) facts.push(["Last error", learner.last_error, ""]);
   fill(byId("machine"), facts.map(([term, value, tone, title]) => {
     const row = el("div", "", el("dt", "", term), el("dd", tone, value));
