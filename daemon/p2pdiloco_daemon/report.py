@@ -277,6 +277,10 @@ class Reporter:
             record_digest=head.digest[:DIGEST_SHOWN] if head else None,
             local_steps=register.steps,
             merged_tokens=head.tokens_total if head else 0,
+            damaged_times=register.damaged,
+            mended_s_ago=self.now() - register.mended_at
+            if register.mended_at is not None
+            else None,
         )
 
     def _members(self) -> list[view.Member]:

@@ -16,6 +16,7 @@ from memory_swarm import (
     Swarm,
     open_node,
     play_swarm,
+    rot,
 )
 from virtual_clock import run_virtual
 
@@ -173,6 +174,23 @@ def test_a_disk_that_refuses_is_in_the_sentence(tmp_path: Path) -> None:
             assert "not JSON serializable" in str(status.checkpoint.error)
 
     run_virtual(main())
+
+
+def test_damage_in_memory_stays_visible_after_it_was_mended(tmp_path: Path) -> None:
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start(A)
+        await swarm.train(20)
+        reporter = report_of(swarm.nodes[A])
+        rot(swarm.nodes[A].holdings.replica.state(2))
+        await swarm.train(20)
+        whole, _, damaged = reporter.status().fragments
+        assert (whole.damaged_times, whole.mended_s_ago) == (0, None)
+        assert damaged.damaged_times == 1 and damaged.state is view.FragmentSync.IN_SYNC
+        assert damaged.mended_s_ago is not None and 0 < damaged.mended_s_ago < 20
+        told = [event.text for event in reporter.status().events]
+        assert any(re.match(r"fragment 2 v\d+ was damaged in memory", text) for text in told)
+
+    play_swarm(tmp_path, scenario)
 
 
 def test_the_parts_of_the_status_agree_with_the_swarm(tmp_path: Path) -> None:

@@ -126,6 +126,12 @@ def _swarm(status: Status) -> Iterator[_Family]:
         "1 if the fragment held here is the newest known.",
         tuple((labels, f.state is FragmentSync.IN_SYNC) for labels, f in fragments),
     )
+    yield _Family(
+        "fragment_damaged_total",
+        "counter",
+        "How often the copy held here was found damaged in memory.",
+        tuple((labels, f.damaged_times) for labels, f in fragments),
+    )
     yield _by_label(
         "refusals_total", "Refused messages and payloads, by reason.", "reason", status.refusals
     )

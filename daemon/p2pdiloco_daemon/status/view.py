@@ -183,6 +183,10 @@ class Fragment:
     """Tokens of all merges in the lineage of this version: what all nodes' `merged` must add up
     to.
     """
+    damaged_times: int = 0
+    """How often this node found its copy damaged in memory, since it started."""
+    mended_s_ago: float | None = None
+    """When a copy that was damaged, or had diverged, was last replaced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -212,6 +212,11 @@ function memberStanding(member) {
   return ["good", "in sync"];
 }
 
+function damageOf(fragment) {
+  const what = `damaged in memory ${plural(fragment.damaged_times, "time")}`;
+  return fragment.mended_s_ago === null ? what : `${what}, replaced ${ago(fragment.mended_s_ago)}`;
+}
+
 function drawFragments(status) {
   const inSync = status.fragments.filter((f) => f.state === "in_sync").length;
   const all = status.fragments.length;
@@ -223,6 +228,7 @@ function drawFragments(status) {
       el("div", "head", el("span", "", `fragment ${fragment.index}`), el("span", "sign", sync.sign)),
       el("div", "version", fragment.state === "empty" ? NONE : `v${fragment.version}`),
       el("div", "words", sync.words(fragment)),
+      ...(fragment.damaged_times ? [el("div", "words", damageOf(fragment))] : []),
       el("code", "", fragment.digest === null ? NONE : fragment.digest.slice(0, 10)));
     return withAttributes(cell, {
       "data-state": fragment.state,
