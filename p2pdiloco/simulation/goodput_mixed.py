@@ -25,7 +25,7 @@ NOISE = 0.1
 """Standard deviation of a step's time, relative."""
 WORLD_NOISE = 0.1 / 3**0.5
 """What the World varies each step by on its own: uniform, at most a tenth either way."""
-WINDOW_S = 120.0
+WINDOW_S = 60.0
 BARRIERS = 10_000
 GRACE_FACTOR = 0.8
 
