@@ -11,9 +11,9 @@ from benchmarks.gossip import (
     LEARNING_RATE,
     MOMENTUM,
     NESTEROV,
-    ORDER,
     ROUNDS,
     SHARES_FAILING,
+    STRATEGIES,
     WORKERS,
     Outcome,
     Setting,
@@ -40,8 +40,11 @@ def _sections(store: Store) -> Iterator[str]:
         " real topologies, mixes and outer step; exchanges are function calls in float32."
     )
     yield "## Disagreement from noise alone\n\n" + _noise(store.read()["noise"])
+    if not runs:
+        yield "No training run is stored yet."
+        return
     yield (
-        f"## Training\n\nLlama of 0.17 M parameters (64 wide, 3 layers) on bytes of the King James"
+        f"## Training\n\nLlama of 0.12 M parameters (64 wide, 2 layers) on bytes of the King James"
         f" Bible; {WORKERS} workers with 4 x 64 bytes per step each; H = {INNER_STEPS},"
         f" {ROUNDS} rounds, {ROUNDS * INNER_STEPS} steps per worker; inner AdamW 3e-3, outer"
         f" Nesterov {LEARNING_RATE}, {MOMENTUM}, merged by mean; Mix2 of GlobalM1LocalM2 in random"
@@ -54,28 +57,32 @@ def _sections(store: Store) -> Iterator[str]:
     yield "### What foretells loss: outputs or parameters\n\n" + _foretelling(runs)
 
 
-def _noise(limits: Sequence[dict[str, float]]) -> str:
+def _noise(limits: Sequence[dict[str, float | None]]) -> str:
     rows = [
         [
             str(row["name"]),
             str(row["workers"]),
-            f"{row['bound']:.3f}" if row["bound"] else "-",
-            f"{row['plain']:.3f}",
-            f"{row['nesterov']:.1f}",
+            *(_number(row[key]) for key in ("plain_known", "plain", "nesterov_known", "nesterov")),
         ]
         for row in limits
     ]
     return (
         "Mean squared distance to the mean before the mixes, in drifts of one round; inner steps"
-        " are independent noise. The bound is d (1 + rho2 / (1 - rho1)) with the exact contraction"
-        " for this number of workers; it speaks of plain outer steps. Private Nesterov momentum"
-        f" (here {NESTEROV[0]}, {NESTEROV[1]}) remembers old differences and multiplies it.\n\n"
-    ) + _table(["strategy", "workers", "bound", "plain steps", "Nesterov"], rows)
+        " are independent noise. For plain steps theory is the paper's bound"
+        " 1 + rho2 / (1 - rho1), with the exact contraction for this number of workers: 1, 1.5, 2"
+        " and 3 for many. Private Nesterov momentum remembers old differences; its limit is ours"
+        f" (`optim/mixing.py`), here with outer learning rate {NESTEROV[0]} and momentum"
+        f" {NESTEROV[1]}.\n\n"
+    ) + _table(["strategy", "workers", "theory", "measured", "Nesterov theory", "measured"], rows)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
 def _order(runs: Runs) -> str:
     rows = []
-    for strategy in ORDER:
+    for strategy in STRATEGIES:
         found = {s.seed: o for s, o in runs.items() if s.strategy == strategy and not s.failing}
         if not found:
             continue

@@ -13,10 +13,9 @@ it is added to is an average of starts. Either mix may be absent (the identity) 
 partners. Momentum is never averaged: the paper saw periodic loss spikes from that. If Mix2 is the
 exact average of all, every theta_i is the same, Mix1 has nothing to do, and the round is DiLoCo.
 
-The paper's listing (its appendix A) was not at hand; this form follows from its text and its bound:
-with contractions rho1 and rho2 of the mixes and a drift d in H steps, disagreement before the mixes
-tends to d (1 + rho2 / (1 - rho1)). How a failed partner counts is our choice: as the identity, see
-`protocol/topology.py`.
+The paper's listing (its appendix A) was not at hand; this form follows from its text and its bound
+on disagreement (`disagreement_limit`). How a failed partner counts is our choice: as the identity,
+see `protocol/topology.py`.
 
 Unlike replicas under a synchronizer, workers that gossip differ by design, so sums here need not be
 the same to the last bit everywhere; those of one group of Mix2 are, since they add in one order.
@@ -66,12 +65,25 @@ PAIRWISE = Factors(PAIRS, None)
 """Nothing blocks, and each round costs one partner's parameters, whatever the swarm's size."""
 
 
-def disagreement_limit(drift: float, rho1: float, rho2: float) -> float:
-    """Where the bound lets disagreement before the mixes settle; `drift` is that of one round.
+def disagreement_limit(
+    rho1: float, rho2: float, learning_rate: float = 1.0, momentum_factor: float = 0.0
+) -> float:
+    """Mean squared distance of workers to their mean before the mixes, in drifts of one round, once
+    it has settled; the drifts are independent noise.
 
-    Of plain outer steps: private momentum keeps old differences and adds to the limit.
+    Plain steps of rate 1 give the paper's 1 + rho2 / (1 - rho1). The outer step is derived here:
+    private momentum s remembers differences that Mix1 has taken out of the starts x, so with
+    Nesterov they enter again. With S, C, V the settled means of |s|^2, <x, s>, |x|^2 about the mean
+    and mixes as independent random projections (exact averages, random groups):
+
+        S = rho2 / (1 - mu^2)        C = -lr ((1 + mu) rho2 + mu^3 S) / (1 - mu rho1)
+        V = (lr^2 ((1 + mu)^2 rho2 + mu^4 S) - 2 lr mu^2 rho1 C) / (1 - rho1)
     """
-    return drift * (1 + rho2 / (1 - rho1))
+    lr, mu = learning_rate, momentum_factor
+    momentum = rho2 / (1 - mu**2)
+    crossed = -lr * ((1 + mu) * rho2 + mu**3 * momentum) / (1 - mu * rho1)
+    entering = lr**2 * ((1 + mu) ** 2 * rho2 + mu**4 * momentum)
+    return 1 + (entering - 2 * lr * mu**2 * rho1 * crossed) / (1 - rho1)
 
 
 # ---------------------------------------------------------------- the round
