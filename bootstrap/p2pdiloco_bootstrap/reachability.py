@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import islice
 
+from p2pdiloco.protocol.naming import PeerId
+from p2pdiloco.protocol.pauses import Pauses
 from p2pdiloco_bootstrap import addresses as multiaddrs
 from p2pdiloco_bootstrap import protobuf
 from p2pdiloco_bootstrap.control import Control
@@ -35,8 +37,10 @@ LOOK_S = 2.0
 RENEW_S = 30.0
 """A slot lasts an hour, but not over a restart of its relay, which nobody tells us of."""
 
-REFUSAL_S = 20.0
-"""Until a relay that refused is asked again. A member finds out after 15 s that it can be one."""
+REFUSAL_S = (20.0, 640.0)
+"""First and longest time until a relay that refused is asked again. A member finds out some 15 s
+after its start that it can be one; most never can.
+"""
 
 RELAYS_ASKED = 4
 """Per look."""
@@ -87,7 +91,7 @@ class Reachability:
         self._asks = asks
         self._on_change = on_change
         self._slots: dict[str, HeldSlot] = {}
-        self._refused_until: dict[str, float] = {}
+        self._refusals = Pauses(*REFUSAL_S)
         self._own_addresses: tuple[str, ...] = ()
         self._punched = False
         self._started_at = asyncio.get_running_loop().time()
@@ -164,18 +168,19 @@ class Reachability:
 
     async def _fill(self, direct: Mapping[str, tuple[str, ...]]) -> None:
         now = asyncio.get_running_loop().time()
-        self._refused_until = {p: until for p, until in self._refused_until.items() if until > now}
         others = sorted(direct.keys() - set(self._bootstraps), key=self._place)
         candidates = (
             peer
             for peer in (*self._bootstraps, *others)
-            if peer in direct and peer not in self._slots and peer not in self._refused_until
+            if peer in direct and peer not in self._slots and self._refusals.over(PeerId(peer), now)
         )
         for relay in islice(candidates, RELAYS_ASKED):
             if len(self._slots) >= RELAYS:
                 break
-            if not await self._reserve(relay, direct[relay]):
-                self._refused_until[relay] = now + REFUSAL_S
+            if await self._reserve(relay, direct[relay]):
+                self._refusals.forgive(PeerId(relay))
+            else:
+                self._refusals.begin(PeerId(relay), now)
 
     def _place(self, peer: str) -> bytes:
         """Another order of relays for each host, so that not all ask the same one."""

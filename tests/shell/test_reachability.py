@@ -128,7 +128,7 @@ def test_a_relay_that_cuts_bodies_off_is_not_used_and_asked_again_later(
         assert sorted(host.control.asked) == ["ann", "bob"]
         assert not host.relays()
         assert "no relay yet" in host.it.sentence()
-        await asyncio.sleep(REFUSAL_S)
+        await asyncio.sleep(REFUSAL_S[0])
         host.control.slots["ann"] = GOOD
         await host.it.look()
 
