@@ -151,7 +151,8 @@ class Holdings:
         ]
         self._arriving: dict[int, Arriving] = {}
         self._adopting: dict[int, Adopting] = {}
-        """Of the disk thread."""
+        self._missed: list[dict[int, bytes]] = [{} for _ in range(num)]
+        """Records of merges that the disk refused; this and the former are the disk thread's."""
         self._read_at: list[dict[int, float]] = [{} for _ in range(num)]
         """Version -> when a reader that is behind last asked for it."""
         self._writes_waiting = 0
@@ -474,11 +475,20 @@ class Holdings:
     def _extend_log(self, state: FragmentState, record: Record, payload: Buffer) -> None:
         adopting = self._adopting.get(state.fragment)
         if adopting is None:
-            self.store.save_merge(state.fragment, state.version, payload, record.pack())
+            self._save_merge(record, payload)
             return
         adopting.records[record.version] = record
         if record.weight > adopting.before:
             self._restart_log(state, adopting.records, ())
+
+    def _save_merge(self, record: Record, payload: Buffer) -> None:
+        try:
+            self.store.save_merge(record.fragment, record.version, payload, record.pack())
+        except StoreError:
+            missed = self._missed[record.fragment]
+            missed[record.version] = record.pack()
+            missed.pop(record.version - RECORDS_KEPT, None)
+            raise
 
     def _restart_log(
         self, state: FragmentState, records: Mapping[int, Record], following: Sequence[Record]
@@ -493,7 +503,9 @@ class Holdings:
         if state.fragment in self._adopting:
             return
         if self.store.wants_snapshot(state.fragment, state.version):
-            self.store.save_snapshot(state, record, leased)
+            missed = self._missed[state.fragment]
+            self.store.save_snapshot(state, record, leased, missed)
+            missed.clear()
 
     async def measure_disk(self, directory: Path) -> None:
         """Brings `bytes_on_disk` up to date."""

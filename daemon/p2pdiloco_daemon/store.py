@@ -31,7 +31,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from errno import EDQUOT, ENOSPC
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import BinaryIO, Self, TypeAlias
 
 from p2pdiloco.errors import P2PDilocoError, StoreError, UserError
@@ -181,13 +181,20 @@ class Store:
         self.close()
 
     def save_snapshot(
-        self, state: FragmentState, record: bytes | None, leased: Sequence[int] = ()
+        self,
+        state: FragmentState,
+        record: bytes | None,
+        leased: Sequence[int] = (),
+        missed: Mapping[int, bytes] = MappingProxyType({}),
     ) -> None:
         """Keep a state and the record that made it; then drop what is older than needed.
 
         Of `leased` versions the merges after them stay, and of the first ones the snapshots.
+        `missed` are records of merges that could not be written, by version.
         """
         self._write_snapshot(state, record)
+        if missed:
+            self._save_records(state.fragment, self._records(state.fragment) | dict(missed))
         self._drop_old(state.fragment, leased)
 
     def restart_log(
