@@ -107,7 +107,8 @@ async def play(swarm: ChaosSwarm, watch: Watch, seed: int) -> Episode:
 
 async def _suffer_and_heal(swarm: ChaosSwarm, watch: Watch, episode: Episode) -> None:
     await together(swarm.inflict(fault) for fault in episode.faults)
-    over = dict(await watch.look())
+    await watch.look()
+    over = dict(watch.looks)  # of who is down, what it had before
     episode.moved_on_s = await watch.moves_on(over, HEAL_S)
     episode.healed_s = episode.moved_on_s + await watch.heals(over, HEAL_S)
 

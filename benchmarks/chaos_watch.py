@@ -20,10 +20,10 @@ from p2pdiloco_daemon.status.view import JsonObject
 LOOK_EVERY_S = 0.25
 
 WAITING_S_MAX = 3.0
-WAITING_SHARE_MAX = 0.15
-"""What a learner may be without a step: messages about its steps are late on a busy machine, and
-evaluations take up to 5 %. One that waited for peers would wait at each merge, and for a dead one
-the seconds that it takes to suspect it."""
+WAITING_SHARE_MAX = 0.1
+"""What of a learner's time may be missing from what it accounts for: its messages are late on a
+busy machine. One that waited for peers would wait at each merge, and for a dead one the seconds
+that it takes to suspect it."""
 
 WINDOW_S = 20.0
 """A step counts when it is done, so what seems to be waiting may be a long step; what seemed to be
@@ -65,9 +65,9 @@ class Look:
 
     @property
     def accounted_s(self) -> float:
-        """Of the learner's time, in steps and between them."""
+        """Of the learner's time, in steps, between them and in evaluations."""
         learner = self.status["learner"]
-        return float(learner["compute_s"]) + float(learner["stall_s"])
+        return sum(float(learner[f"{what}_s"]) for what in ("compute", "stall", "evaluation"))
 
 
 class Watch:

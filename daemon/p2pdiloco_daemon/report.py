@@ -36,6 +36,7 @@ class LearnerReport:
     compute_queued_s: float = 0.0
     stall_s: float = 0.0
     stall_queued_s: float = 0.0
+    evaluation_s: float = 0.0
     restarts: int = 0
     last_error: str | None = None
     paused: bool = False
@@ -57,6 +58,7 @@ class LearnerReport:
                 self.losses.add(event.step, event.loss)
             case learners.Evaluated():
                 self.held_out_loss = event.loss
+                self.evaluation_s += event.seconds
                 self.held_out.add(event.step, event.loss)
             case learners.Died():
                 self.state, self.last_error = view.LearnerState.RESTARTING, event.reason
@@ -227,6 +229,7 @@ class Reporter:
             compute_queued_s=learner.compute_queued_s,
             stall_s=learner.stall_s,
             stall_queued_s=learner.stall_queued_s,
+            evaluation_s=learner.evaluation_s,
             restarts=learner.restarts,
             last_error=learner.last_error,
         )

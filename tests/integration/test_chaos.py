@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import pytest
 
 from benchmarks.chaos import NUM_NODES, START_S, play, settle_and_leave
-from benchmarks.chaos_faults import FAULTS_MAX, Kind, draw
+from benchmarks.chaos_faults import FAULTS_MAX, RESTARTS, Kind, draw
 from benchmarks.chaos_swarm import ChaosSwarm, running_chaos_swarm
 from benchmarks.chaos_watch import Watch
 
@@ -110,4 +110,5 @@ def test_no_node_has_two_faults_at_once_and_one_is_spared_unless_all_are_killed(
         struck = [name for fault in faults for name in fault.nodes]
         assert len(struck) == len(set(struck))
         assert len(faults) <= FAULTS_MAX
+        assert sum(fault.kind in RESTARTS for fault in faults) <= 1
         assert len(struck) < NUM_NODES or [f.kind for f in faults] == [Kind.KILL_ALL]

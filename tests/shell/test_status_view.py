@@ -20,11 +20,12 @@ checkpoint.bytes_on_disk checkpoint.error checkpoint.last_saved_s_ago
 events[].seconds_ago events[].text
 first_merge_s
 fragments[].digest fragments[].head_version fragments[].index fragments[].local_steps
-fragments[].merged_tokens
+fragments[].damaged_times fragments[].mended_s_ago fragments[].merged_tokens
 fragments[].num_values fragments[].record_digest fragments[].state fragments[].version
 held_out_curve[]
 learner.compute_queued_s learner.compute_s
-learner.device learner.held_out_loss learner.last_error learner.loss learner.num_parameters
+learner.device learner.evaluation_s learner.held_out_loss learner.last_error learner.loss
+learner.num_parameters
 learner.restarts learner.stall_queued_s learner.stall_s learner.stall_share
 learner.state learner.step learner.step_s learner.tokens_per_s
 loop_lag.max_ms loop_lag.p50_ms loop_lag.p99_ms

@@ -58,6 +58,11 @@ def _node(status: Status) -> Iterator[_Family]:
 def _learner(status: Status) -> Iterator[_Family]:
     learner = status.learner
     yield _counter("inner_steps_total", "Inner steps of the learner.", learner.step)
+    yield _counter(
+        "learner_evaluation_seconds_total",
+        "Time spent on the held-out loss.",
+        learner.evaluation_s,
+    )
     yield _counter("learner_restarts_total", "Restarts of a dead learner.", learner.restarts)
     yield _gauge("tokens_per_second", "Tokens trained on per second.", learner.tokens_per_s)
     yield _gauge("step_seconds", "Recent duration of one inner step.", learner.step_s)

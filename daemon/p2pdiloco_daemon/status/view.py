@@ -104,6 +104,9 @@ class Learner:
     """Between the steps: installs, snapshots, messages, checkpoints; evaluations do not count."""
     stall_queued_s: float = 0.0
     """Part of `stall_s`, as `compute_queued_s`."""
+    evaluation_s: float = 0.0
+    """Spent on the held-out loss. With `compute_s` and `stall_s` that is all a learner does: what
+    is missing from the time that passed, it waited."""
     restarts: int = 0
     last_error: str | None = None
 
