@@ -14,6 +14,7 @@ from swarm_processes import BootstrapProcess, Daemon, NodeProcess, wait_until
 from p2pdiloco.optim.fragments import fragments_of
 from p2pdiloco_daemon.place import open_place
 from p2pdiloco_daemon.replica import FragmentState
+from p2pdiloco_daemon.status.view import JsonObject
 from p2pdiloco_daemon.store import Store
 from p2pdiloco_daemon.waking import replica_of
 
@@ -87,17 +88,19 @@ def newest_on_disk(directory: Path, fragment: int) -> FragmentState:
     return state
 
 
-def flip_a_bit(node: NodeProcess, fragment: int, which: str) -> int:
+def flip_a_bit(node: NodeProcess, fragment: int, which: str) -> tuple[int, int]:
     """In the anchor or momentum of the newest state, wherever it lies in the daemon's own memory;
-    returns in how many places.
+    returns the version, and in how many places.
     """
     pid = node.process.pid
     os.kill(pid, signal.SIGSTOP)
     try:
-        values = getattr(newest_on_disk(node.directory, fragment), which)
+        state = newest_on_disk(node.directory, fragment)
+        values = getattr(state, which)
         middle = values.nbytes // 2
         needle = values.tobytes()[middle : middle + NEEDLE_BYTES]
-        return sum(_flip_in(pid, start, stop, needle) for start, stop in _own_memory(pid))
+        places = [_flip_in(pid, start, stop, needle) for start, stop in _own_memory(pid)]
+        return state.version, sum(places)
     finally:
         os.kill(pid, signal.SIGCONT)
 
@@ -128,18 +131,23 @@ def _flip_in(pid: int, start: int, stop: int, needle: bytes) -> int:
         return found
 
 
-def damaged_times(node: NodeProcess, fragment: int) -> int:
-    status = node.status()
-    return int(status["fragments"][fragment]["damaged_times"]) if status else 0
+def damage(node: NodeProcess, fragment: int, which: str) -> JsonObject:
+    """Until a flip meets the state that is in use, since what is on disk may be one merge behind;
+    returns what the page says of the fragment then.
+    """
+    while True:
+        version, places = flip_a_bit(node, fragment, which)
 
+        def outcome(version: int = version) -> JsonObject | None:
+            """The damage was found, or what was hit is in use no more."""
+            status = node.status()
+            held: JsonObject | None = status and status["fragments"][fragment]
+            decided = held and (held["damaged_times"] or held["version"] > version + 1)
+            return held if decided else None
 
-def damage(node: NodeProcess, fragment: int, which: str) -> None:
-    """Until a flip meets the state that is in use: what is on disk may be one merge behind."""
-
-    def hit() -> bool:
-        return bool(flip_a_bit(node, fragment, which)) and damaged_times(node, fragment) > 0
-
-    wait_until("the damage to be found", hit)
+        found = wait_until("the damage to be found", outcome)
+        if places and found["damaged_times"]:
+            return found
 
 
 def test_a_synchronizer_whose_anchor_is_damaged_tells_and_is_healed(swarm: Swarm) -> None:
