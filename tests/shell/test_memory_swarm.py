@@ -117,6 +117,7 @@ def test_a_hung_peer_stalls_nobody(tmp_path: Path) -> None:
 # -------------------------------------------------------------------- slow links, wrong memory
 
 
+@pytest.mark.timeout(300)
 def test_a_joiner_whose_link_takes_fifty_merges_for_a_fragment_arrives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,7 +128,7 @@ def test_a_joiner_whose_link_takes_fifty_merges_for_a_fragment_arrives(
 
     async def scenario(swarm: Swarm) -> None:
         swarm.start(A, B)
-        await swarm.train(MINUTE)
+        await swarm.train(MINUTE / 3)
         swarm.network.shelves.pop(BOOT)
         before = swarm.versions()
         swarm.network.state_chunk_s[C] = 50.0
