@@ -12,6 +12,7 @@ from p2pdiloco.optim.outer import nesterov_step
 from p2pdiloco_daemon.replica import (
     Replica,
     StaleBaseError,
+    StateDamagedError,
     genesis,
     make_state,
     pack_state,
@@ -210,3 +211,35 @@ def test_the_payload_digest_is_blake2b_256() -> None:
     assert payload_digest(b"") == (
         "0e5751c026e543b2e8ab2eb06099daa1d1e5df47778f7787faab45cdf12fe3a8"
     )
+
+
+# -------------------------------------------------------------------- memory that went wrong
+
+
+@pytest.mark.parametrize("which", ["anchor", "momentum"])
+def test_a_flipped_bit_is_found_before_anything_is_built_upon_it(which: str) -> None:
+    replica = new_replica()
+    payload = contribution(replica, 1)
+    state = replica.state(0)
+    assert state
+    values = getattr(state, which)
+    values.setflags(write=True)
+    values.view(np.uint32)[SIZE // 2] ^= 1
+    with pytest.raises(StateDamagedError, match="fragment 0 v0 was damaged in memory") as caught:
+        replica.apply(0, 1, payload)
+    assert caught.value.state is state
+    with pytest.raises(StateDamagedError):
+        replica.encode_outer_gradient(0, 0, weights(1))
+    replica.decode_contribution(0, payload)  # builds on nothing of ours
+    replica.put(genesis(0, weights()))
+    assert replica.apply(0, 1, payload).version == 1
+
+
+def test_a_peer_is_not_refused_for_the_length_of_a_damaged_anchor() -> None:
+    replica = new_replica()
+    payload, state = contribution(replica, 1), replica.state(0)
+    assert state
+    state.anchor.setflags(write=True)
+    state.anchor[0] = np.nan
+    with pytest.raises(StateDamagedError):
+        replica.decode_contribution(0, payload)
