@@ -84,12 +84,19 @@ class Totals:
 class Ledger:
     """Sums over all fragments, and the newest `RECORDS_KEPT` settlements of each, which can still
     be revised.
+
+    What `totals` and `save` cost does not grow with the number of merges: both are kept up to date
+    by `_withdraw` and `_deposit`, between which alone a settlement changes.
     """
 
     def __init__(self, num_fragments: int):
         self.pending = [0] * num_fragments
         self._processed = 0
+        self._merged = 0
+        self._fates: Counter[tuple[str, str]] = Counter()
         self._recent: list[dict[int, Settlement]] = [{} for _ in range(num_fragments)]
+        self._saved: list[dict[str, Any]] = [{} for _ in range(num_fragments)]
+        """`_recent` as plain data."""
         self._old = Settlement()
         self._forgotten = [0] * num_fragments
         """Newest version of each fragment whose settlement is only a part of `_old` any more."""
@@ -103,11 +110,11 @@ class Ledger:
     ) -> None:
         """Everything pending was trained on `version - 1` and is pending no more."""
         tokens, self.pending[fragment] = self.pending[fragment], 0
-        settlement = self._recent[fragment].setdefault(version, Settlement())
+        settlement = self._withdraw(fragment, version)
         already = settlement.merged
         settlement.add(tokens, min(max(merged - already, 0), tokens), offered, kind, reason)
         self._processed += settlement.revise(merged)
-        self._forget(fragment)
+        self._deposit(fragment, version, settlement)
 
     def revise(self, fragment: int, version: int, merged: int) -> None:
         """The lineage says now that `merged` of our tokens are in this version, for which nothing
@@ -115,47 +122,49 @@ class Ledger:
 
         Those that were never settled were processed in an earlier life, after its last save.
         """
-        recent = self._recent[fragment]
-        if merged and version not in recent and version > self._forgotten[fragment]:
-            recent[version] = Settlement()
-            self._forget(fragment)
-        settlement = recent.get(version)
-        if settlement and merged != settlement.merged:
+        known = self._recent[fragment].get(version)
+        if known is None and (not merged or version <= self._forgotten[fragment]):
+            return
+        if known is None or merged != known.merged:
+            settlement = self._withdraw(fragment, version)
             self._processed += settlement.revise(merged)
+            self._deposit(fragment, version, settlement)
 
     def totals(self) -> Totals:
-        fates = Counter(self._old.fates)
-        merged = self._old.merged
-        for recent in self._recent:
-            for settlement in recent.values():
-                merged += settlement.merged
-                for fate, tokens in settlement.fates.items():
-                    fates[fate] += tokens
         split: dict[str, dict[str, int]] = {"rejected": {}, "lost": {}}
-        for (kind, reason), tokens in sorted(fates.items()):
+        for (kind, reason), tokens in sorted(self._fates.items()):
             split[kind][reason] = tokens
-        return Totals(self._processed, merged, sum(self.pending), split["rejected"], split["lost"])
+        pending = sum(self.pending)
+        return Totals(self._processed, self._merged, pending, split["rejected"], split["lost"])
 
-    def _forget(self, fragment: int) -> None:
-        recent = self._recent[fragment]
+    def _withdraw(self, fragment: int, version: int) -> Settlement:
+        """Takes a settlement out of the sums, to be changed and deposited again."""
+        settlement = self._recent[fragment].pop(version, None) or Settlement()
+        self._merged -= settlement.merged
+        self._fates -= settlement.fates
+        return settlement
+
+    def _deposit(self, fragment: int, version: int, settlement: Settlement) -> None:
+        self._merged += settlement.merged
+        self._fates += settlement.fates
+        recent, saved = self._recent[fragment], self._saved[fragment]
+        recent[version], saved[str(version)] = settlement, _saved(settlement)
         while len(recent) > RECORDS_KEPT:
-            self._forgotten[fragment] = min(recent)
-            old = recent.pop(self._forgotten[fragment])
+            oldest = self._forgotten[fragment] = min(recent)
+            old = recent.pop(oldest)
+            del saved[str(oldest)]
             self._old.tokens += old.tokens
             self._old.merged += old.merged
             self._old.fates.update(old.fates)
 
     def save(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Plain data for JSON; nothing changes it afterwards."""
         return {
             "processed": self._processed,
             "pending": list(self.pending),
             "forgotten": list(self._forgotten),
             "old": _saved(self._old),
-            "recent": [
-                {str(version): _saved(s) for version, s in recent.items()}
-                for recent in self._recent
-            ],
+            "recent": [dict(saved) for saved in self._saved],
         }
 
     @classmethod
@@ -166,10 +175,10 @@ class Ledger:
         ledger.pending = [int(tokens) for tokens in saved["pending"]]
         ledger._forgotten = [int(version) for version in saved["forgotten"]]
         ledger._old = _loaded(saved["old"])
-        ledger._recent = [
-            {int(version): _loaded(s) for version, s in recent.items()}
-            for recent in saved["recent"]
-        ]
+        ledger._merged, ledger._fates = ledger._old.merged, Counter(ledger._old.fates)
+        for fragment, recent in enumerate(saved["recent"]):
+            for version, settlement in recent.items():
+                ledger._deposit(fragment, int(version), _loaded(settlement))
         return ledger
 
 

@@ -5,6 +5,7 @@ or slow.
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from p2pdiloco.protocol.events import SnapshotInfo
 from p2pdiloco.protocol.lineage import RECORDS_KEPT, Chain, Record
@@ -121,12 +122,12 @@ def _info(snapshot: Snapshot) -> SnapshotInfo:
 
 @dataclass
 class Disk:
-    """`saved` is the JSON text of the node's last save. Writes take `write_s` each, one after the
-    other; `waiting` of them are not done, the last at `free_at`.
+    """`saved` is the node's last save, made into JSON and back at a restart. Writes take `write_s`
+    each, one after the other; `waiting` of them are not done, the last at `free_at`.
     """
 
     fragments: list[FragmentLog]
-    saved: str | None = None
+    saved: dict[str, Any] | None = None
     incarnation: int = 0
     full: bool = False
     write_s: float = 0.0

@@ -168,7 +168,7 @@ class World:
             random.Random(self.rng.getrandbits(64)),
             machine.local(self.now),
             [part[0] if part else None for part in loaded],
-            json.loads(disk.saved) if disk.saved else None,
+            json.loads(json.dumps(disk.saved)) if disk.saved else None,
         )
         machine.tokens_this_life = 0
         machine.processed_before = machine.node.state.ledger.totals().processed
@@ -274,7 +274,7 @@ class World:
     def save(self, machine: Machine) -> None:
         """Keeps what a later life of the node needs."""
         assert machine.node
-        disk, saved = machine.disk, json.dumps(machine.node.save())
+        disk, saved = machine.disk, machine.node.save()
 
         def keep() -> None:
             disk.saved = saved

@@ -111,6 +111,16 @@ def test_what_is_saved_is_json_and_comes_back() -> None:
     assert again.save() == ledger.save()
 
 
+def test_what_was_saved_does_not_change_afterwards() -> None:
+    ledger = worked(100)
+    settle(ledger, merged=80, offered=80)
+    saved = ledger.save()
+    before = json.dumps(saved)
+    ledger.revise(0, 1, 0)
+    ledger.step(0, 7)
+    assert json.dumps(saved) == before
+
+
 @pytest.mark.parametrize("saved", [{}, {"pending": None}, {"pending": ["x"]}], ids=str)
 def test_what_was_not_saved_by_a_ledger_is_refused(saved: dict[str, object]) -> None:
     with pytest.raises((KeyError, TypeError, ValueError)):
