@@ -78,18 +78,18 @@ _ADMIT_WORDS = {
 
 
 def _spread(store: Store) -> str:
-    """What was stored of each policy and seed, at its last step. Where no goodput was counted,
-    nobody waited.
+    """What was stored of each policy, at the last step that all of a seed's have reached. Where no
+    goodput was counted, nobody waited.
     """
     rows = []
-    for admit, seed in ((admit, seed) for admit in ADMITS for seed in range(MAX_SEEDS)):
-        (run,) = (s for s in spread([seed]) if s.swarm and s.swarm.admit == admit)
-        outcome = store.get(run)
-        if outcome:
-            step, loss = outcome.curve[-1]
+    for seed in range(MAX_SEEDS):
+        runs = [(admit, store.get(run)) for admit, run in zip(ADMITS, spread([seed]), strict=True)]
+        found = [(admit, outcome) for admit, outcome in runs if outcome]
+        step = min((outcome.curve[-1][0] for _, outcome in found), default=0)
+        for admit, outcome in found if len(found) > 1 else ():
             goodput = 1.0 if outcome.goodput is None else outcome.goodput
-            counts = [f"{goodput:.1%}", f"{outcome.merged:.2f}"]
-            rows.append([_ADMIT_WORDS[admit], f"{seed}", f"{step}", f"{loss:.4f}", *counts])
+            figures = [f"{outcome.at(step):.4f}", f"{goodput:.1%}", f"{outcome.merged:.2f}"]
+            rows.append([_ADMIT_WORDS[admit], f"{seed}", f"{step}", *figures])
     heads = ["closes", "seed", "steps", "loss", "goodput", "contributions per merge"]
     return _table(heads, rows)
 
