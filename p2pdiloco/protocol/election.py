@@ -20,6 +20,9 @@ SHARE_MEMBERS = 8
 carries a large swarm.
 """
 
+SCORES_KEPT = 2**15
+"""Eight terms of a view as full as can be: who comes or goes costs one new score, not all."""
+
 
 def term_of(version: int, term_merges: int) -> int:
     """The term under which `version` is made."""
@@ -28,21 +31,17 @@ def term_of(version: int, term_merges: int) -> int:
 
 def order(run_id: str, term: int, members: Iterable[tuple[PeerId, float]]) -> tuple[PeerId, ...]:
     """`members` are (peer, uplink in MB/s). Deterministic in the set of its arguments."""
-    return _order(run_id, term, tuple(sorted((peer, _weight(uplink)) for peer, uplink in members)))
+    ranked = sorted((-_score(run_id, term, peer, weight(uplink)), peer) for peer, uplink in members)
+    return tuple(peer for _, peer in ranked)
 
 
-@lru_cache(maxsize=4096)
-def _order(run_id: str, term: int, members: tuple[tuple[PeerId, float], ...]) -> tuple[PeerId, ...]:
-    ranked = sorted(members, key=lambda m: (-_score(run_id, term, *m), m[0]))
-    return tuple(peer for peer, _ in ranked)
-
-
-def _weight(uplink_mb_s: float) -> float:
+def weight(uplink_mb_s: float) -> float:
     if uplink_mb_s <= 0:
         return 1.0
     return float(2.0 ** min(max(round(math.log2(uplink_mb_s)), -4), 4))
 
 
+@lru_cache(maxsize=SCORES_KEPT)
 def _score(run_id: str, term: int, peer: PeerId, weight: float) -> float:
     digest = hashlib.blake2b(f"{run_id}/{term}/{peer}".encode(), digest_size=8).digest()
     uniform = (int.from_bytes(digest, "big") + 0.5) / 2.0**64

@@ -18,7 +18,6 @@ from p2pdiloco.protocol.lineage import (
     check_links,
     check_record,
 )
-from p2pdiloco.protocol.membership import ALL_TO_ALL_MAX
 from p2pdiloco.protocol.naming import PeerId, sentence
 from p2pdiloco.protocol.pauses import backoff_s
 from p2pdiloco.protocol.register import Pursuit, Register
@@ -83,7 +82,8 @@ class Follower:
         if record.tokens_total != chain.tokens_total + record.tokens:
             raise PeerError(f"tokens_total of {record.version} does not add up")
         self.synchronizer.give_up(register, f"{record.synchronizer[-8:]} committed it first")
-        self._pursue(register, None, (record,), sender)
+        if register.busy or not self._is_full():
+            self._pursue(register, None, (record,), sender)
 
     def _forward(self, record: Record, source: PeerId) -> None:
         """In a swarm too large for the synchronizer to tell everybody, news spreads by gossip; and
@@ -98,12 +98,14 @@ class Follower:
 
     def _is_small(self) -> bool:
         """Whether a synchronizer tells everybody, and serves its merge to everybody."""
-        return len(self.node.membership.alive(self.node.now)) <= ALL_TO_ALL_MAX
+        return self.node.membership.tells_all(self.node.now)
 
     def heartbeat(self, sender: PeerId, heartbeat: Heartbeat) -> None:
         for register, head in zip(self.node.registers, heartbeat.heads, strict=True):
-            gains = head.version >= 0 and register.gains_from(head.weight)
-            if gains and not self._will_be_told(register, sender, head.version):
+            if not register.gains_from_head(head):
+                continue
+            register.newest_seen = max(register.newest_seen, head.version)
+            if not self._will_be_told(register, sender, head.version):
                 self.ask(register, sender)
 
     def _will_be_told(self, register: Register, sender: PeerId, version: int) -> bool:
@@ -124,22 +126,26 @@ class Follower:
         for register in node.registers:
             if register.asked and node.now > register.asked_at + ANSWER_S:
                 self._of_no_use(register, register.asked, "no answer to a question for records")
+            if register.newest_seen != register.version:
+                newer = (head.version for head in node.better_heads(register))
+                register.newest_seen = max(newer, default=register.version)
             if register.distrusted:
                 self.ask(register, node.me)
-            newer = (head.version for head in node.better_heads(register))
-            register.newest_seen = max(newer, default=register.version)
 
     # ---------------------------------------------------------------- asking and planning
 
     def ask(self, register: Register, peer: PeerId) -> None:
         node = self.node
-        under_way = sum(r.busy for r in node.registers)
-        if register.busy or under_way >= PURSUITS_MAX or node.now < register.retry_at or node.gone:
+        if register.busy or self._is_full() or node.now < register.retry_at or node.gone:
             return
         if not node.may_ask(peer):
             return
         depth = RECORDS_KEPT if register.distrusted else 0
         self._fetch(register, peer, max(0, register.version - depth))
+
+    def _is_full(self) -> bool:
+        """Nothing more is begun now; heartbeats will remind us of what is passed by."""
+        return sum(r.busy for r in self.node.registers) >= PURSUITS_MAX
 
     def _fetch(self, register: Register, peer: PeerId, after: int) -> None:
         register.asked, register.asked_after, register.asked_at = peer, after, self.node.now

@@ -1,13 +1,15 @@
 """Who is here: a view from heartbeats, direct or passed on as gossip.
 
 Liveness is judged per member from the intervals at which news of it came (mean plus four mean
-deviations, as TCP times its retransmissions: RFC 6298), so a swarm of three and one of a thousand
-need no setting.
+deviations, as TCP times its retransmissions: RFC 6298), and heartbeats slow down as the swarm
+grows, so a swarm of three and one of a thousand need no setting. What is asked at every event costs
+the same in both: who was heard of lately stands at the end of a dictionary, and of many members a
+sample is looked at.
 """
 
 import random
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from p2pdiloco.protocol.naming import PeerId
 from p2pdiloco.protocol.wire import SIGHTINGS_MAX, Heartbeat, Sighting
@@ -16,6 +18,10 @@ HEARTBEAT_S = 1.0
 SUSPECT_MIN_S = 3.0
 """Three lost heartbeats in a row are bad luck on a home link, not a death."""
 SUSPECT_MAX_S = 15.0
+UNHURRIED_MEMBERS = 250
+"""From so many members on, heartbeats and suspicion slow down with their number: a heartbeat names
+`SIGHTINGS_MAX` others, so news of each is the rarer the more there are, however often one talks.
+"""
 FORGET_S = 600.0
 """A member that was silent for so long is no longer probed; discovery may bring it back."""
 MEMBERS_MAX = 4096
@@ -27,13 +33,22 @@ log4(n) heartbeats.
 """
 ALL_TO_ALL_MAX = 8
 """Up to so many members everybody tells everybody."""
+LOOK_MAX = 32
+"""Members that are looked at for those to tell, drawn anew each time."""
+VOICES_MAX = 64
+"""Members whose own word is asked for the pace of the swarm: the median of so many is within a
+tenth of the ranks of the median of all, nine times in ten.
+"""
+REPORTERS_MAX = 32
+"""Members that report to a synchronizer in one period; a home link takes no more beside a merge."""
 
 
 @dataclass(slots=True)
 class Member:
     """What is known of another node; `last_news` is -inf until it was heard of.
 
-    Without further news it counts as alive until `alive_until`.
+    `ready` and `uplink_mb_s` are of the newest news, its own or others'; `heartbeat` is its own
+    last word. Without further news it counts as alive until `alive_until`.
     """
 
     peer: PeerId
@@ -45,51 +60,42 @@ class Member:
     deviation_s: float = HEARTBEAT_S / 2
     alive_until: float = float("-inf")
     left: bool = False
+    ready: bool = False
+    uplink_mb_s: float = 0.0
     heartbeat: Heartbeat | None = None
-
-    def said(self, heartbeat: Heartbeat, now: float) -> bool:
-        """Takes in the member's own word, which overrides all gossip; False when it is old news."""
-        last = self.heartbeat
-        if last and (heartbeat.incarnation, heartbeat.sequence) <= (
-            last.incarnation,
-            last.sequence,
-        ):
-            return False
-        self.left = self.left and last is not None and heartbeat.incarnation == last.incarnation
-        self.heartbeat = heartbeat
-        self._news(heartbeat.incarnation, heartbeat.sequence, now)
-        return True
-
-    def seen(self, sighting: Sighting, now: float) -> None:
-        """Takes in what another member says of this one."""
-        if (sighting.incarnation, sighting.sequence) > (self.incarnation, self.sequence):
-            self.left = self.left and sighting.incarnation == self.incarnation
-            self._news(sighting.incarnation, sighting.sequence, now)
-
-    def _news(self, incarnation: int, sequence: int, now: float) -> None:
-        if self.last_news > float("-inf"):
-            gap = min(now - self.last_news, SUSPECT_MAX_S)
-            self.deviation_s += 0.25 * (abs(gap - self.interval_s) - self.deviation_s)
-            self.interval_s += 0.125 * (gap - self.interval_s)
-        self.incarnation, self.sequence, self.last_news = incarnation, sequence, now
-        self.alive_until = now + self.patience_s
-
-    @property
-    def patience_s(self) -> float:
-        return min(max(self.interval_s + 4 * self.deviation_s, SUSPECT_MIN_S), SUSPECT_MAX_S)
 
     def alive(self, now: float) -> bool:
         return now <= self.alive_until and not self.left
 
+    def news(self, news: Heartbeat | Sighting, known: int, now: float, slowness: float) -> None:
+        """`known` is the incarnation that we went by until now: one that left may be back since."""
+        if self.last_news > float("-inf"):
+            gap = min(now - self.last_news, SUSPECT_MAX_S * slowness)
+            self.deviation_s += 0.25 * (abs(gap - self.interval_s) - self.deviation_s)
+            self.interval_s += 0.125 * (gap - self.interval_s)
+        self.left = self.left and news.incarnation == known
+        self.incarnation, self.sequence, self.last_news = news.incarnation, news.sequence, now
+        self.ready, self.uplink_mb_s = news.ready, news.uplink_mb_s
+        patience_s = max(self.interval_s + 4 * self.deviation_s, SUSPECT_MIN_S * slowness)
+        self.alive_until = now + min(patience_s, SUSPECT_MAX_S * slowness)
+
 
 @dataclass
 class Membership:
-    """The members other than this node. Iterates in the order of peer ids, so that nothing depends
-    on hashing.
+    """The members other than this node. Nothing depends on hashing: both dictionaries are in the
+    order of the news.
+
+    `revision` grows whenever other candidates may follow.
     """
 
     me: PeerId
     members: dict[PeerId, Member] = field(default_factory=dict)
+    """Whom there was news of last comes last."""
+    revision: int = 0
+    _voices: dict[PeerId, Member] = field(default_factory=dict)
+    """Those with a word of their own; who spoke last comes last."""
+
+    # ---------------------------------------------------------------- news
 
     def meet(self, peer: PeerId, now: float) -> Member | None:
         """The member, made if need be; None for ourselves or when the view is full of living
@@ -100,78 +106,141 @@ class Membership:
             return member
         if len(self.members) >= MEMBERS_MAX and not self._forget_one(now):
             return None
-        member = Member(peer, since=now)
-        self.members = dict(sorted([*self.members.items(), (peer, member)]))
+        member = self.members[peer] = Member(peer, since=now)
         return member
 
     def heard(self, peer: PeerId, heartbeat: Heartbeat, now: float) -> bool:
-        """Takes in a direct heartbeat; False when it is old news."""
+        """Takes in a direct heartbeat; False when it is old news. A member's own word overrides all
+        gossip about it.
+        """
         member = self.meet(peer, now)
-        if not member or not member.said(heartbeat, now):
+        last = member.heartbeat if member else None
+        if not member or (last and heartbeat.number <= last.number):
             return False
-        for sighting in heartbeat.sightings:
-            known = sighting.peer in self.members or len(self.members) < HEARSAY_MAX
-            seen = self.meet(sighting.peer, now) if known else None
-            if seen:
-                seen.seen(sighting, now)
+        self._news(member, heartbeat, last.incarnation if last else -1, now)
+        member.heartbeat = replace(heartbeat, sightings=())
+        self._voices.pop(peer, None)
+        self._voices[peer] = member
+        self._overheard(heartbeat.sightings, now)
         return True
 
+    def _overheard(self, sightings: tuple[Sighting, ...], now: float) -> None:
+        members = self.members
+        for sighting in sightings:
+            member = members.get(sighting.peer)
+            if member is None and len(members) < HEARSAY_MAX:
+                member = self.meet(sighting.peer, now)
+            if member and sighting.number > (member.incarnation, member.sequence):
+                self._news(member, sighting, member.incarnation, now)
+
+    def _news(self, member: Member, news: Heartbeat | Sighting, known: int, now: float) -> None:
+        stood = member.ready, member.uplink_mb_s, member.left
+        member.news(news, known, now, self.slowness)
+        self.revision += stood != (member.ready, member.uplink_mb_s, member.left)
+        del self.members[member.peer]
+        self.members[member.peer] = member
+
     def left(self, peer: PeerId) -> None:
-        if peer in self.members:
-            self.members[peer].left = True
+        if member := self.members.get(peer):
+            self.revision += not member.left
+            member.left = True
 
-    def alive(self, now: float) -> list[Member]:
-        return [m for m in self.members.values() if m.alive(now)]
-
-    def is_alive(self, peer: PeerId, now: float) -> bool:
-        return peer == self.me or (peer in self.members and self.members[peer].alive(now))
-
-    def ready(self, now: float) -> list[tuple[Member, Heartbeat]]:
-        """Living members that can contribute, with their newest heartbeat."""
-        return [(m, m.heartbeat) for m in self.alive(now) if m.heartbeat and m.heartbeat.ready]
-
-    def candidates(self) -> list[tuple[PeerId, float]]:
-        """(peer, uplink MB/s) of all that could synchronize, alive or suspected: the order must not
-        shift on a suspicion.
-        """
-        return [
-            (peer, m.heartbeat.uplink_mb_s)
-            for peer, m in self.members.items()
-            if m.heartbeat and m.heartbeat.ready and not m.left
-        ]
-
-    def audience(self, now: float, rng: random.Random) -> list[PeerId]:
-        """Whom to tell the next news: everybody in a small swarm, else some; and one that seems
-        dead, to find out.
-        """
-        alive = [m.peer for m in self.alive(now)]
-        silent = [
-            peer
-            for peer, m in self.members.items()
-            if not m.alive(now) and not m.left and now - max(m.since, m.last_news) < FORGET_S
-        ]
-        chosen = alive if len(alive) <= ALL_TO_ALL_MAX else rng.sample(alive, FANOUT)
-        return chosen + rng.sample(silent, min(2, len(silent)))
-
-    def sightings(self, now: float, rng: random.Random) -> tuple[Sighting, ...]:
-        """The freshest half and a random half of what is known, within the bound of a heartbeat."""
-        alive = sorted(self.alive(now), key=lambda m: -m.last_news)
-        if len(alive) > SIGHTINGS_MAX:
-            half = SIGHTINGS_MAX // 2
-            alive = alive[:half] + rng.sample(alive[half:], half)
-        return tuple(Sighting(m.peer, m.incarnation, m.sequence) for m in alive)
-
-    def forget(self, now: float) -> Iterable[PeerId]:
+    def forget(self, now: float) -> None:
         """Drops who has been silent or gone for `FORGET_S`."""
-        old = [p for p, m in self.members.items() if now - max(m.since, m.last_news) > FORGET_S]
-        for peer in old:
-            del self.members[peer]
-        return old
+        for peer in [
+            p for p, m in self.members.items() if now - max(m.since, m.last_news) > FORGET_S
+        ]:
+            self._drop(peer)
 
     def _forget_one(self, now: float) -> bool:
         """Makes room: first the dead go, then those who never said anything themselves."""
         idle = [m for m in self.members.values() if not m.alive(now) or not m.heartbeat]
         if idle:
             oldest = min(idle, key=lambda m: (m.alive(now), max(m.since, m.last_news), m.peer))
-            del self.members[oldest.peer]
+            self._drop(oldest.peer)
         return bool(idle)
+
+    def _drop(self, peer: PeerId) -> None:
+        self.revision += self.members.pop(peer).ready
+        self._voices.pop(peer, None)
+
+    # ---------------------------------------------------------------- what follows from it
+
+    @property
+    def slowness(self) -> float:
+        """By how much everything takes longer than in a small swarm."""
+        return max(1.0, len(self.members) / UNHURRIED_MEMBERS)
+
+    @property
+    def heartbeat_s(self) -> float:
+        """Time between two heartbeats: what a node sends does not grow with the swarm, and others
+        do not name it more often than they can.
+        """
+        return HEARTBEAT_S * self.slowness
+
+    def alive(self, now: float) -> list[Member]:
+        """All living members, by name. Costs a look at every member."""
+        return sorted((m for m in self.members.values() if m.alive(now)), key=lambda m: m.peer)
+
+    def is_alive(self, peer: PeerId, now: float) -> bool:
+        return peer == self.me or (peer in self.members and self.members[peer].alive(now))
+
+    def tells_all(self, now: float) -> bool:
+        """Whether the swarm is small enough that everybody tells everybody."""
+        alive = (m for m in reversed(self.members.values()) if m.alive(now))
+        return next(islice(alive, ALL_TO_ALL_MAX, None), None) is None
+
+    def voices(self, now: float, at_most: int = VOICES_MAX) -> list[tuple[Member, Heartbeat]]:
+        """Living members with their own last word, whoever spoke last first."""
+        voices: list[tuple[Member, Heartbeat]] = []
+        for member in reversed(self._voices.values()):
+            if member.heartbeat and member.alive_until >= now and not member.left:
+                voices.append((member, member.heartbeat))
+                if len(voices) == at_most:
+                    break
+        return voices
+
+    def ready(self, now: float, at_most: int = VOICES_MAX) -> list[tuple[Member, Heartbeat]]:
+        """Those of the voices that can contribute."""
+        return [(m, h) for m, h in self.voices(now, at_most) if h.ready]
+
+    def candidates(self) -> list[tuple[PeerId, float]]:
+        """(peer, uplink MB/s) of all that could synchronize, as far as anybody has told. Costs a
+        look at every member.
+        """
+        return [(peer, m.uplink_mb_s) for peer, m in self.members.items() if m.ready and not m.left]
+
+    def audience(self, now: float, rng: random.Random) -> list[PeerId]:
+        """Whom to tell the next news: everybody in a small swarm, else some; and one or two that
+        seem dead, to find out.
+        """
+        members = self._some(LOOK_MAX, rng)
+        alive = [m.peer for m in members if m.alive(now)]
+        silent = [
+            m.peer
+            for m in members
+            if not m.alive(now) and not m.left and now - max(m.since, m.last_news) < FORGET_S
+        ]
+        chosen = alive if len(alive) <= ALL_TO_ALL_MAX else rng.sample(alive, FANOUT)
+        return chosen + rng.sample(silent, min(2, len(silent)))
+
+    def _some(self, num: int, rng: random.Random) -> list[Member]:
+        """All members, or of many a sample, by name."""
+        names = list(self.members)
+        return [self.members[peer] for peer in sorted(_drawn(names, num, rng))]
+
+    def sightings(self, now: float, rng: random.Random) -> tuple[Sighting, ...]:
+        """The freshest half and a random half of what is known, within the bound of a heartbeat."""
+        alive = (m for m in reversed(self.members.values()) if m.alive(now))
+        named = {m.peer: m for m in islice(alive, SIGHTINGS_MAX // 2)}
+        for peer in _drawn([p for p in self.members if p not in named], SIGHTINGS_MAX // 2, rng):
+            if self.members[peer].alive(now):
+                named[peer] = self.members[peer]
+        return tuple(
+            Sighting(m.peer, m.incarnation, m.sequence, m.ready, m.uplink_mb_s)
+            for m in named.values()
+        )
+
+
+def _drawn(names: list[PeerId], num: int, rng: random.Random) -> list[PeerId]:
+    return names if len(names) <= num else rng.sample(names, num)

@@ -19,7 +19,7 @@ from p2pdiloco.protocol.actions import Action
 from p2pdiloco.protocol.follower import Follower
 from p2pdiloco.protocol.ledger import Ledger
 from p2pdiloco.protocol.lineage import Chain, Record, Signer
-from p2pdiloco.protocol.membership import HEARTBEAT_S, Membership
+from p2pdiloco.protocol.membership import REPORTERS_MAX, Membership
 from p2pdiloco.protocol.naming import PeerId, sentence
 from p2pdiloco.protocol.pacing import steps_due
 from p2pdiloco.protocol.register import Register
@@ -44,6 +44,8 @@ JOIN_PATIENCE_S = 5.0
 """A node without state that was told of members waits so long for their heartbeats before it takes
 the genesis weights.
 """
+FAREWELLS_MAX = 64
+"""Who leaves does not open a connection to everybody in a large swarm."""
 EMPTY_DIGEST = "0" * 64
 STOPPED = "the node was stopped before they were merged"
 
@@ -84,10 +86,11 @@ class Node:
         state.now = now
         self.history.append((now, event))
         if not state.gone:
-            state.orders.clear()
+            beats = now >= self._next_heartbeat
+            renewed = state.renew(beats)
             self._dispatch(event)
-            state.orders.clear()
-            self._look_around()
+            renewed |= state.renew(beats)
+            self._look_around(renewed or beats or not _is_quiet(event))
         actions, state.out = state.out, []
         return actions
 
@@ -240,9 +243,22 @@ class Node:
             )
         if len(heartbeat.heads) != num or len(heartbeat.local_steps) != num:
             raise PeerError(f"a heartbeat of {len(heartbeat.heads)} fragments, the run has {num}")
+        newcomer = self._is_newcomer(sender, heartbeat)
         if self.state.membership.heard(sender, heartbeat, self.state.now):
+            if newcomer and self.state.ready:
+                self.state.send(sender, self._my_heartbeat())
             self.follower.heartbeat(sender, heartbeat)
             self.synchronizer.heartbeat(sender, heartbeat)
+
+    def _is_newcomer(self, sender: PeerId, heartbeat: Heartbeat) -> bool:
+        """Whether we hear for the first time, and from itself, of a node that holds no state. It is
+        answered at once: in a large swarm it could wait long for the heartbeat of anybody, and
+        would take the genesis weights meanwhile.
+        """
+        member = self.state.membership.members.get(sender)
+        known = member.heartbeat if member else None
+        empty = any(head.version < 0 for head in heartbeat.heads)
+        return empty and (known is None or known.incarnation < heartbeat.incarnation)
 
     def _peers_found(self, peers: Sequence[PeerId]) -> None:
         new = [p for p in peers if p != self.state.me]
@@ -266,7 +282,7 @@ class Node:
     def _tell_due(self, register: Register) -> None:
         """The synchronizer should not learn a second late that we have done H steps."""
         synchronizer = self.state.post(register)[0]
-        if synchronizer and synchronizer != self.state.me:
+        if synchronizer and synchronizer != self.state.me and self._reports():
             self.state.send(synchronizer, self._my_heartbeat())
 
     def _contribution_prepared(self, event: events.ContributionPrepared) -> None:
@@ -293,21 +309,40 @@ class Node:
         state = self.state
         for register in state.registers:
             self.synchronizer.give_up(register, "this node leaves")
-        for member in state.membership.alive(state.now):
-            state.send(member.peer, Left())
+        for peer in self._farewell():
+            state.send(peer, Left())
         state.gone = True
+
+    def _farewell(self) -> list[PeerId]:
+        """Whom to tell that we leave: everybody, in a large swarm those who would wait for us, then
+        some; the others notice that nobody names us any more.
+        """
+        state = self.state
+        alive = [m.peer for m in state.membership.alive(state.now)]
+        if len(alive) <= FAREWELLS_MAX:
+            return alive
+        waiting = [r.offer.synchronizer for r in state.registers if r.offer]
+        told = dict.fromkeys([*waiting, *self._deputies(), *state.rng.sample(alive, FAREWELLS_MAX)])
+        return [p for p in told if p != state.me][:FAREWELLS_MAX]
 
     # ---------------------------------------------------------------- time
 
-    def _look_around(self) -> None:
+    def _look_around(self, moved: bool) -> None:
+        """`moved`: it may have become another's turn to synchronize something."""
         state = self.state
         if state.gone:
             return
-        if state.now >= self._next_heartbeat:
+        beats = state.now >= self._next_heartbeat
+        if beats:
+            state.review_posts()
+        if moved:
+            self.synchronizer.look_for_posts()
+        if beats:
             self._heartbeat()
             state.membership.forget(state.now)
             self.follower.look_around()
             self._start_from_genesis()
+            self.synchronizer.lose_patience()
         self.synchronizer.look_around()
 
     def _start_from_genesis(self) -> None:
@@ -321,18 +356,28 @@ class Node:
                     self.follower.ask(register, donor)
 
     def _heartbeat(self) -> None:
-        state = self.state
-        self._next_heartbeat = state.now + HEARTBEAT_S
+        state, membership = self.state, self.state.membership
+        self._next_heartbeat = state.now + membership.heartbeat_s
         message = self._my_heartbeat()
-        for peer in dict.fromkeys(
-            [*state.membership.audience(state.now, state.rng), *self._posts()]
-        ):
+        told = [*membership.audience(state.now, state.rng), *self._posts(), *self._deputies()]
+        for peer in dict.fromkeys(told):
             state.send(peer, message)
 
     def _posts(self) -> list[PeerId]:
-        """The synchronizers of the next rounds: they need everybody's counters."""
+        """The synchronizers of the next rounds: they need our counters, if we are asked."""
         posts = {self.state.post(r)[0] for r in self.state.registers if r.chain}
-        return sorted(p for p in posts if p and p != self.state.me)
+        return [p for p in sorted(filter(None, posts)) if p != self.state.me and self._reports()]
+
+    def _reports(self) -> bool:
+        """Whether a synchronizer is told of our counters this time. Up to `REPORTERS_MAX` members
+        all report; beyond that as many as these in each period, drawn anew: a median needs no more.
+        """
+        share = REPORTERS_MAX / max(1, len(self.state.membership.members))
+        return share >= 1 or self.state.rng.random() < share
+
+    def _deputies(self) -> list[PeerId]:
+        state = self.state
+        return [p for r in self.synchronizer.owned for p in state.deputies(r) if p != state.me]
 
     def _my_heartbeat(self) -> Heartbeat:
         state = self.state
@@ -352,6 +397,19 @@ class Node:
             sightings=state.membership.sightings(state.now, state.rng),
             attempts=tuple(state.attempt(r) for r in state.registers),
         )
+
+
+def _is_quiet(event: events.Event) -> bool:
+    """Events that move neither a version nor a fence (a heartbeat that does, says so). They are by
+    far the most; who fell silent or came back meanwhile is noticed with our next heartbeat.
+    """
+    match event:
+        case events.MessageArrived(_, Heartbeat()):
+            return True
+        case events.Woke() | events.StepsDone() | events.FragmentInstalled():
+            return True
+        case _:
+            return False
 
 
 def _head(register: Register) -> Head:

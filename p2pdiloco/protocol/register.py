@@ -8,7 +8,7 @@ from p2pdiloco.protocol.actions import CatchUp
 from p2pdiloco.protocol.lineage import Chain, Record
 from p2pdiloco.protocol.naming import PeerId, RoundId
 from p2pdiloco.protocol.round import Round
-from p2pdiloco.protocol.wire import ContributionReady
+from p2pdiloco.protocol.wire import ContributionReady, Head
 
 
 @dataclass(slots=True)
@@ -94,6 +94,15 @@ class Register:
         if self.chain is None:
             return True
         return weight > self.chain.weight or (self.distrusted and weight == self.chain.weight)
+
+    def gains_from_head(self, head: Head) -> bool:
+        """The same for what a heartbeat announces, which is most often what we hold."""
+        chain = self.chain
+        if head.version < 0 or chain is None:
+            return head.version >= 0
+        if head.digest == chain.digest:
+            return self.distrusted
+        return self.gains_from(head.weight)
 
     def attempt_in(self, term: int) -> int:
         """The highest attempt seen in this term."""

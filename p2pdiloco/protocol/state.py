@@ -13,12 +13,12 @@ from p2pdiloco.protocol import election
 from p2pdiloco.protocol.actions import Action, Note, Send
 from p2pdiloco.protocol.ledger import Ledger
 from p2pdiloco.protocol.lineage import CONTRIBUTORS_MAX, Signer
-from p2pdiloco.protocol.membership import Membership
+from p2pdiloco.protocol.membership import Member, Membership
 from p2pdiloco.protocol.naming import PeerId, RoundId, sentence
 from p2pdiloco.protocol.pacing import Clocks, SyncTimes
 from p2pdiloco.protocol.pauses import Pauses
 from p2pdiloco.protocol.register import Register
-from p2pdiloco.protocol.wire import Committed, Head, Message
+from p2pdiloco.protocol.wire import Committed, Head, Heartbeat, Message
 
 ROUNDS_KEPT = 20
 """Ended rounds that the page shows."""
@@ -42,6 +42,10 @@ REFUSALS_KEPT = 64
 The rarest are counted together.
 """
 OTHER_REASONS = "other reasons"
+NUM_DEPUTIES = 2
+"""Candidates that a synchronizer tells of itself with each heartbeat, since they act when it is
+silent; hearsay about it would be late in a large swarm, and two would act at once.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +93,10 @@ class RoundOutcome:
     duration_s: float | None
 
 
+Post = tuple[PeerId | None, int, int]
+"""(synchronizer, term, attempt) of the next version of a fragment; nobody when none can do it."""
+
+
 @dataclass
 class NodeState:
     """Data, and the few words that every role uses. All times are monotonic seconds."""
@@ -115,8 +123,12 @@ class NodeState:
     """Synchronizers that lived and merged nothing."""
     unhelpful: Pauses = field(default_factory=lambda: Pauses(RETRY_S, RETRY_MAX_S))
     out: list[Action] = field(default_factory=list)
-    orders: dict[int, tuple[PeerId, ...]] = field(default_factory=dict)
-    """Candidates by term, kept until the next event changes what they follow from."""
+    _standing: tuple[int, float | None] | None = None
+    """What the orders follow from: see `renew`."""
+    _orders: dict[int, tuple[PeerId, ...]] = field(default_factory=dict)
+    """Candidates by term."""
+    _posts: dict[int, tuple[int, tuple[int, int], Post]] = field(default_factory=dict)
+    """By fragment: the version and the fence of our register that the post follows from, and it."""
 
     @property
     def me(self) -> PeerId:
@@ -158,14 +170,13 @@ class NodeState:
         believed.
         """
         p = register.index
-        heads = [
-            m.heartbeat.heads[p]
-            for m in self.membership.alive(self.now)
-            if m.heartbeat
-            and self.cooled_down(m.peer)
-            and self.unhelpful.count(m.peer) < UNBELIEVED_AFTER
+        return [
+            heartbeat.heads[p]
+            for member, heartbeat in self.membership.voices(self.now)
+            if register.gains_from_head(heartbeat.heads[p])
+            and self.cooled_down(member.peer)
+            and self.unhelpful.count(member.peer) < UNBELIEVED_AFTER
         ]
-        return [h for h in heads if h.version >= 0 and register.gains_from(h.weight)]
 
     @property
     def ready(self) -> bool:
@@ -183,26 +194,64 @@ class NodeState:
         return self.is_alive(peer) and self.idle.over(peer, self.now) and self.cooled_down(peer)
 
     def swarm_step_s(self) -> float:
-        """Inner-step time of the median ready learner, this one included."""
+        """Inner-step time of the median ready learner, this one included (of a sample of them in a
+        large swarm).
+        """
         steps = [h.step_s for _, h in self.membership.ready(self.now) if h.step_s > 0]
         if self.step_s > 0:
             steps.append(self.step_s)
         return statistics.median_low(steps) if steps else 0.0
 
+    def renew(self, beats: bool) -> bool:
+        """Forgets the orders of candidates, and the posts with them, if others follow by now; says
+        whether it did.
+
+        `Node.handle` calls it before and after it dispatches an event: within either half all look
+        at the same orders. An order costs a look at every member, so a large swarm, in which
+        somebody always comes or goes, has new ones only when this node `beats`.
+        """
+        if self.membership.slowness > 1 and not beats:
+            return False
+        weight = election.weight(self.uplink_mb_s) if self.ready else None
+        standing = (self.membership.revision, weight)
+        if standing == self._standing:
+            return False
+        self._standing = standing
+        self._orders.clear()
+        self._posts.clear()
+        return True
+
+    def review_posts(self) -> None:
+        """Who was passed over because it seemed dead or idle may be of use again."""
+        for register in self.registers:
+            kept = self._posts.get(register.index)
+            if kept and kept[2][2] > register.attempt_in(kept[2][1]):
+                del self._posts[register.index]
+
     def candidates(self, term: int) -> tuple[PeerId, ...]:
-        if term not in self.orders:
+        if term not in self._orders:
             known = self.membership.candidates()
             if self.ready:
                 known.append((self.me, self.uplink_mb_s))
-            self.orders[term] = election.order(self.config.run_id, term, known)
-        return self.orders[term]
+            self._orders[term] = election.order(self.config.run_id, term, known)
+        return self._orders[term]
 
     def attempt(self, register: Register) -> int:
         """The highest attempt seen at the next version of a fragment."""
         return register.attempt_in(election.term_of(register.version + 1, self.config.term_merges))
 
-    def post(self, register: Register) -> tuple[PeerId | None, int, int]:
-        """(synchronizer, term, attempt) of the next version of a fragment, as seen from here."""
+    def post(self, register: Register) -> Post:
+        """Who is to make the next version of a fragment, as seen from here."""
+        if kept := self._posts.get(register.index):
+            version, fence, post = kept
+            same = version == register.version and fence == register.fence
+            if same and post[0] and self.is_of_use(post[0]):
+                return post
+        post = self._find_post(register)
+        self._posts[register.index] = (register.version, register.fence, post)
+        return post
+
+    def _find_post(self, register: Register) -> Post:
         term = election.term_of(register.version + 1, self.config.term_merges)
         order = self.candidates(term)
         if not order:
@@ -210,6 +259,13 @@ class NodeState:
         seen = register.attempt_in(term)
         attempt = election.first_attempt(order, register.index, seen, self.is_of_use)
         return election.candidate(order, register.index, attempt), term, attempt
+
+    def deputies(self, register: Register) -> list[PeerId]:
+        """Who comes next when the synchronizer of the next version falls silent."""
+        _, term, attempt = self.post(register)
+        order = self.candidates(term)
+        places = range(attempt + 1, attempt + 1 + min(NUM_DEPUTIES, len(order)))
+        return [election.candidate(order, register.index, place) for place in places]
 
     def is_turn_of(self, peer: PeerId, round_id: RoundId) -> bool:
         """Whether `peer` is the candidate for this attempt, as seen from here."""
@@ -221,16 +277,22 @@ class NodeState:
     def local_steps(self, register: Register) -> int:
         return register.steps if register.installed == register.version else 0
 
-    def all_steps(self, register: Register) -> Sequence[int]:
-        """Steps since receipt of our version, of every learner that steps: this one first.
+    def all_steps(
+        self, register: Register, ready: Sequence[tuple[Member, Heartbeat]] | None = None
+    ) -> Sequence[int]:
+        """Steps since receipt of our version, of every learner that steps (of a sample of them in a
+        large swarm): this one first.
 
         Members that stand elsewhere have done none, but for those of no use to ask: one that
-        announces what it never hands out must not keep the others from merging.
+        announces what it never hands out must not keep the others from merging. `ready` is what the
+        membership says, if it was asked already.
         """
+        if ready is None:
+            ready = self.membership.ready(self.now)
         p, version = register.index, register.version
         others = (
             h.local_steps[p] if h.heads[p].version == version else 0
-            for m, h in self.membership.ready(self.now)
+            for m, h in ready
             if h.step_s > 0 and (h.heads[p].version == version or self.may_ask(m.peer))
         )
         mine = [self.local_steps(register)] if self.step_s > 0 else []

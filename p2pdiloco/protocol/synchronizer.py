@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from p2pdiloco.protocol import contributor, election, events, pacing
 from p2pdiloco.protocol.actions import CommitRecord, DropRound, MergeRound, PullContribution
 from p2pdiloco.protocol.lineage import CONTRIBUTORS_MAX, Contributor, Record, Refused
+from p2pdiloco.protocol.membership import Member
 from p2pdiloco.protocol.naming import PeerId, RoundId, sentence
 from p2pdiloco.protocol.register import Register
 from p2pdiloco.protocol.round import GATHER_MIN_S, PULL_MIN_S, Pulled, Round, Stage
@@ -25,6 +26,10 @@ from p2pdiloco.protocol.wire import (
 IMPATIENT_MIN_S = 20.0
 """A fragment that is due for so long without a merge moves to the next attempt, although its
 synchronizer lives.
+"""
+INVITED_FROM = 4
+"""Of a large swarm, those are invited who spoke last, so many times more than there is room for:
+they speak in random order, and what they said of their heads still holds.
 """
 
 
@@ -44,14 +49,18 @@ class Synchronizer:
     def __init__(self, node: NodeState):
         self.node = node
         self.last_launch = float("-inf")
+        self.owned: list[Register] = []
+        """Fragments whose next version is ours to make; see `look_for_posts`."""
         self.explanation = "not the synchronizer"
 
     # ---------------------------------------------------------------- when to open
 
+    def look_for_posts(self) -> None:
+        """Called when it may have become another's turn to make some fragment's next version."""
+        self.owned = [r for r in self.node.registers if self.node.post(r)[0] == self.node.me]
+
     def look_around(self) -> None:
-        """Called after every event: open what is due, close what has waited long enough, lose
-        patience.
-        """
+        """Called after every event: open what is due, close what has waited long enough."""
         node = self.node
         if not node.ready:
             self.explanation = "not taking part at the moment"
@@ -59,24 +68,29 @@ class Synchronizer:
                 self.give_up(register, "this node no longer takes part")
             return
         for register in node.registers:
-            self._lose_patience(register)
             if register.round:
                 self._look_at(register, register.round)
         self._open_what_is_due()
 
-    def _lose_patience(self, register: Register) -> None:
-        node, chain = self.node, register.chain
-        assert chain
-        due = pacing.is_due(
-            node.config.times, register.index, chain.version, node.all_steps(register)
-        )
+    def lose_patience(self) -> None:
+        """Called with every heartbeat, not after every event, since it takes the steps of all
+        learners in all fragments: a synchronizer that does not act is passed over.
+        """
+        node = self.node
+        patience_s = max(IMPATIENT_MIN_S, 2 * node.config.times.inner_steps * node.swarm_step_s())
+        ready = node.membership.ready(node.now)
+        for register in node.registers if node.ready else ():
+            self._lose_patience(register, self._is_due(register, ready), patience_s)
+        self.look_for_posts()
+
+    def _lose_patience(self, register: Register, due: bool, patience_s: float) -> None:
+        node = self.node
         if not due:
             register.due_since = None
             return
         if register.due_since is None:
             register.due_since = node.now
-        patience_s = max(IMPATIENT_MIN_S, 2 * node.config.times.inner_steps * node.swarm_step_s())
-        if node.now - register.due_since > patience_s:
+        if node.now - register.due_since >= patience_s:
             silent, term, attempt = node.post(register)
             register.fence = max(register.fence, (term, attempt + 1))
             register.due_since = node.now
@@ -113,30 +127,31 @@ class Synchronizer:
         if seen < attempt <= seen + contributor.ATTEMPT_LEAP_MAX:
             term = election.term_of(register.version + 1, node.config.term_merges)
             register.fence, register.due_since = (term, attempt), node.now
+            self.look_for_posts()
 
     def _open_what_is_due(self) -> None:
         node, times = self.node, self.node.config.times
-        open_rounds = sum(r.round is not None for r in node.registers)
-        owned = [r for r in node.registers if node.post(r)[0] == node.me]
-        if not owned:
+        if not self.owned:
             self.explanation = "not the synchronizer"
             return
+        open_rounds = sum(r.round is not None for r in node.registers)
         if open_rounds >= times.overlap_steps:
             self.explanation = f"{open_rounds} rounds are open, as many as tau allows"
             return
-        floor_s = pacing.launch_floor_s(times, node.swarm_step_s(), len(owned))
+        floor_s = pacing.launch_floor_s(times, node.swarm_step_s(), len(self.owned))
         if node.now < self.last_launch + floor_s:
             self.explanation = f"launches are at least {floor_s:.2f} s apart"
             return
-        free = [r for r in owned if not (r.round or r.pursuit or r.distrusted)]
-        due = [r for r in free if self._is_due(r)]
+        free = [r for r in self.owned if not (r.round or r.pursuit or r.distrusted)]
+        ready = node.membership.ready(node.now) if free else []
+        due = [r for r in free if self._is_due(r, ready)]
         if not due:
             self.explanation = "no fragment is due yet"
             return
         self._open(min(due, key=lambda r: (r.version, r.index)))
 
-    def _is_due(self, register: Register) -> bool:
-        steps = self.node.all_steps(register)
+    def _is_due(self, register: Register, ready: Sequence[tuple[Member, Heartbeat]]) -> bool:
+        steps = self.node.all_steps(register, ready)
         return pacing.is_due(self.node.config.times, register.index, register.version, steps)
 
     def _open(self, register: Register) -> None:
@@ -173,7 +188,7 @@ class Synchronizer:
         node, p = self.node, register.index
         others = [
             m.peer
-            for m, h in node.membership.ready(node.now)
+            for m, h in node.membership.ready(node.now, INVITED_FROM * node.config.contributors_max)
             if h.heads[p].version == register.version
             and h.heads[p].digest == (register.chain.digest if register.chain else "")
             and node.cooled_down(m.peer)
@@ -181,8 +196,8 @@ class Synchronizer:
         mine = [node.me] if node.learner_alive and register.installed is not None else []
         room = node.config.contributors_max - len(mine)
         if len(others) > room:
-            others = sorted(node.rng.sample(others, room))
-        return [*mine, *others]
+            others = node.rng.sample(others, room)
+        return [*mine, *sorted(others)]
 
     # ---------------------------------------------------------------- gathering
 

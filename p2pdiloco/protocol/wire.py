@@ -44,11 +44,21 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """`peer` was heard of at its heartbeat number `sequence`; passed on as gossip."""
+    """`peer` was heard of at its heartbeat number `sequence`; passed on as gossip.
+
+    What it said then of its part in rounds goes along: in a swarm where few hear it themselves, all
+    must still reach the same order of candidates.
+    """
 
     peer: PeerText
     incarnation: Count
     sequence: Count
+    ready: bool = False
+    uplink_mb_s: Seconds = 0.0
+
+    @property
+    def number(self) -> tuple[int, int]:
+        return self.incarnation, self.sequence
 
 
 @dataclass(frozen=True, slots=True)

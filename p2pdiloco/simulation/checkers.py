@@ -33,6 +33,11 @@ by a tenth.
 """
 
 
+LOOK_ALWAYS_MACHINES = 50
+"""In a larger swarm the promises are looked at after a sample of the events only."""
+SAMPLED = 16
+
+
 def _is_small_talk(event: events.Event) -> bool:
     """What comes every second from everybody; whatever it broke is still broken at the next event
     of another kind.
@@ -101,6 +106,7 @@ class Checkers:
         """
         self.slowest_spread_s = 0.0
         """From a commit to the last machine that has it."""
+        self._samples = len(world.machines) > LOOK_ALWAYS_MACHINES
         self._committed_at: dict[str, float] = {}
         self._children: dict[tuple[int, str], str] = {}
         self._states: dict[tuple[int, str], str] = {}
@@ -214,13 +220,20 @@ class Checkers:
         node = machine.node
         if not node or node.state.gone:
             return
+        self._learner_goes_on(machine)
+        if self._samples and not self._is_drawn(event):
+            return
         for p in range(len(machine.replica)):
             self._lineage(machine, node, p)
         if isinstance(event, events.StepsDone):
             self._ledger(machine)
         if not _is_small_talk(event):
             self.hold(machine.name, out_of_bounds(self.world, machine, node.state))
-        self._learner_goes_on(machine)
+
+    def _is_drawn(self, event: events.Event) -> bool:
+        """In a large swarm: whatever changes a lineage, and of the rest one in `SAMPLED`."""
+        changes = isinstance(event, events.StateReached | events.RoundMerged)
+        return changes or self.world.num_events % SAMPLED == 0
 
     def _lineage(self, machine: Machine, node: Node, fragment: int) -> None:
         """Versions go back only towards a heavier lineage, or to come again to the same head after

@@ -1,3 +1,4 @@
+import itertools
 import random
 
 import pytest
@@ -13,6 +14,8 @@ from p2pdiloco.protocol.membership import (
     MEMBERS_MAX,
     SUSPECT_MAX_S,
     SUSPECT_MIN_S,
+    UNHURRIED_MEMBERS,
+    VOICES_MAX,
     Membership,
 )
 from p2pdiloco.protocol.naming import PeerId
@@ -118,7 +121,10 @@ def test_lies_about_a_member_do_not_silence_it() -> None:
 def test_a_heartbeat_names_those_alive_freshest_first() -> None:
     members = view(B)
     members.heard(C, make_heartbeat(7), 2)
-    assert members.sightings(2, random.Random(0)) == (Sighting(C, 1, 7), Sighting(B, 1, 1))
+    assert members.sightings(2, random.Random(0)) == (
+        Sighting(C, 1, 7, ready=True, uplink_mb_s=1.0),
+        Sighting(B, 1, 1, ready=True, uplink_mb_s=1.0),
+    )
 
 
 def test_sightings_of_a_large_swarm_are_bounded_and_vary() -> None:
@@ -186,13 +192,65 @@ def test_candidates_stay_in_the_order_when_they_fall_silent() -> None:
     assert (members.alive(100), members.candidates()) == ([], [(B, 1.0)])
 
 
+# -------------------------------------------------------------------- large swarms
+
+
+def test_what_others_say_of_a_member_makes_it_a_candidate() -> None:
+    members = view()
+    members.heard(B, make_heartbeat(1, sightings=(Sighting(C, 1, 1, ready=True),)), 0)
+    assert sorted(peer for peer, _ in members.candidates()) == [B, C]
+    members.heard(C, make_heartbeat(2, ready=False), 1)
+    assert [peer for peer, _ in members.candidates()] == [B]
+
+
+def test_the_revision_grows_only_when_other_candidates_may_follow() -> None:
+    members = view(B)
+    revisions = [members.revision]
+    members.heard(B, make_heartbeat(2), 1)
+    revisions.append(members.revision)
+    members.heard(B, make_heartbeat(3, ready=False), 2)
+    revisions.append(members.revision)
+    members.left(B)
+    members.left(B)
+    revisions.append(members.revision)
+    members.heard(B, make_heartbeat(1, incarnation=2), 3)
+    revisions.append(members.revision)
+    assert [b - a for a, b in itertools.pairwise(revisions)] == [0, 1, 1, 1]
+
+
+def test_in_a_large_swarm_heartbeats_and_suspicion_take_their_time() -> None:
+    small, large = view(*crowd(UNHURRIED_MEMBERS)), view(*crowd(4 * UNHURRIED_MEMBERS))
+    assert (small.heartbeat_s, large.heartbeat_s) == (HEARTBEAT_S, 4 * HEARTBEAT_S)
+    newest = crowd(4 * UNHURRIED_MEMBERS)[-1]
+    assert large.is_alive(newest, 3.9 * SUSPECT_MIN_S)
+
+
+def test_of_many_those_are_asked_who_spoke_last() -> None:
+    members = view(*crowd(VOICES_MAX + 10))
+    members.heard(crowd(1)[0], make_heartbeat(2), 1)
+    voices = [m.peer for m, _ in members.voices(1)]
+    assert voices == [crowd(1)[0], *reversed(crowd(VOICES_MAX + 10)[11:])]
+
+
+def test_everybody_tells_everybody_up_to_a_bound() -> None:
+    assert view(*crowd(ALL_TO_ALL_MAX)).tells_all(0)
+    assert not view(*crowd(ALL_TO_ALL_MAX + 1)).tells_all(0)
+    assert view(*crowd(ALL_TO_ALL_MAX + 1)).tells_all(100)
+
+
+def test_what_a_member_overheard_is_not_kept() -> None:
+    members = view()
+    members.heard(B, make_heartbeat(1, sightings=(Sighting(C, 1, 1),)), 0)
+    assert members.members[B].heartbeat == make_heartbeat(1)
+
+
 # -------------------------------------------------------------------- bounds
 
 
 def test_the_long_silent_are_forgotten() -> None:
     members = view(B)
     members.heard(C, make_heartbeat(1), FORGET_S)
-    assert list(members.forget(FORGET_S + 1)) == [B]
+    members.forget(FORGET_S + 1)
     assert list(members.members) == [C]
 
 

@@ -33,11 +33,11 @@ from p2pdiloco.protocol.actions import DropRound, FetchRecords, Send
 from p2pdiloco.protocol.events import SnapshotInfo
 from p2pdiloco.protocol.ledger import NOT_ASKED
 from p2pdiloco.protocol.lineage import Record, Refused
-from p2pdiloco.protocol.membership import HEARTBEAT_S
+from p2pdiloco.protocol.membership import HEARTBEAT_S, REPORTERS_MAX, UNHURRIED_MEMBERS
 from p2pdiloco.protocol.naming import PeerId, RoundId
-from p2pdiloco.protocol.node import EVENTS_KEPT, STOPPED
+from p2pdiloco.protocol.node import EVENTS_KEPT, FAREWELLS_MAX, STOPPED
 from p2pdiloco.protocol.pauses import PAUSES_MAX
-from p2pdiloco.protocol.state import OTHER_REASONS, REFUSALS_KEPT, Condition
+from p2pdiloco.protocol.state import NUM_DEPUTIES, OTHER_REASONS, REFUSALS_KEPT, Condition
 from p2pdiloco.protocol.wire import (
     Committed,
     ContributionReady,
@@ -142,6 +142,57 @@ def test_a_message_of_a_fragment_that_is_not_there_is_refused() -> None:
 def test_a_message_from_ourselves_is_ignored() -> None:
     script = training(B)
     assert script.hear(A, opened(None)) == []
+
+
+# -------------------------------------------------------------------- large swarms
+
+
+def crowd(num: int) -> list[PeerId]:
+    return [PeerId(f"peer{i:04d}") for i in range(num)]
+
+
+def test_of_a_large_swarm_some_report_to_a_synchronizer() -> None:
+    small, large = training(*crowd(REPORTERS_MAX)), training(*crowd(4 * REPORTERS_MAX))
+    assert all(small.node._reports() for _ in range(100))
+    reports = sum(large.node._reports() for _ in range(1000))
+    assert reports == pytest.approx(1000 / 4, rel=0.2)
+
+
+def test_a_synchronizer_tells_its_deputies_of_itself() -> None:
+    script = training(*crowd(40))
+    register = script.node.state.registers[0]
+    while script.node.state.post(register)[0] != A:
+        _, term, attempt = script.node.state.post(register)
+        register.fence = (term, attempt + 1)
+    deputies = script.node.state.deputies(register)
+    script.now = 1.0
+    told = [peer for peer, _ in heartbeats(script, events.Woke())]
+    assert len(deputies) == NUM_DEPUTIES
+    assert set(deputies) <= set(told)
+
+
+def test_a_newcomer_without_state_is_answered_once() -> None:
+    script = training(B, version=1)
+    empty = make_heartbeat(1, heads=(NO_HEAD, NO_HEAD), ready=False)
+    told = [peer for peer, _ in heartbeats(script, events.MessageArrived(D, empty))]
+    again = replace(empty, sequence=2)
+    assert told == [D]
+    assert heartbeats(script, events.MessageArrived(D, again)) == []
+
+
+def test_who_leaves_a_large_swarm_tells_some() -> None:
+    script = training(*crowd(2 * FAREWELLS_MAX))
+    told = script.do(events.LeaveAsked())
+    assert len({a.peer for a in told if isinstance(a, Send)}) == len(told) == FAREWELLS_MAX
+
+
+def test_the_orders_of_a_large_swarm_are_renewed_with_the_heartbeats() -> None:
+    script = training(*crowd(2 * UNHURRIED_MEMBERS))
+    before = script.node.state.candidates(0)
+    script.hear(D, make_heartbeat(1))
+    assert script.node.state.candidates(0) == before
+    script.wait(3.0)
+    assert D in script.node.state.candidates(0)
 
 
 # -------------------------------------------------------------------- conditions

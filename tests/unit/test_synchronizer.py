@@ -441,6 +441,7 @@ def late(*peers: PeerId, since_s: float) -> Script:
     script.now = 1.0
     script.beat(*peers, local_steps=(0, H))
     step(script, H)
+    script.wait(1.0)
     script.now += since_s
     return script
 
