@@ -5,23 +5,25 @@ are looked at.
 import random
 from collections.abc import Callable
 
+from p2pdiloco.simulation.network import HALL_LINKS, HOME_LINKS
 from p2pdiloco.simulation.schedule import draw_schedule, inflict
 from p2pdiloco.simulation.world import Swarm, World
 
 FAULTS_BEGIN_S = 8.0
 FAULTS_END_S = 45.0
-CONVERGE_S = 30.0
-"""After the last fault, all living nodes are on one lineage within this."""
-PROGRESS_S = 45.0
-"""After the last fault, each fragment is merged again within this: the patience that passes over a
-useless synchronizer, a round, and the time to notice who is back.
+RESUME_S = 30.0
+"""After the last fault, all living nodes are on one lineage and each fragment was merged again
+within this: the patience with a synchronizer that is of no use, and a round.
 """
+WATCHED_S = 10.0
+"""At the end of which no learner has waited for anything."""
 SETTLE_S = 15.0
 
 
 def run_trial(seed: int, trace: Callable[[float, str, str], None] | None = None) -> World:
     """Raises PromiseBroken; returns the world at the end."""
     rng = random.Random(seed)
+    payload_bytes = rng.choice((100_000, 1_000_000))
     swarm = Swarm(
         num_machines=rng.randint(4, 6),
         num_fragments=rng.randint(2, 4),
@@ -29,6 +31,9 @@ def run_trial(seed: int, trace: Callable[[float, str, str], None] | None = None)
         overlap_steps=rng.choice((1, 2, 3)),
         quorum=rng.choice((1, 1, 2)),
         term_merges=rng.choice((1, 4)),
+        links=rng.choice((HALL_LINKS, HOME_LINKS)),
+        payload_bytes=payload_bytes,
+        state_bytes=8 * payload_bytes,
     )
     world = World(seed, swarm, trace)
     world.start_all(spread_s=rng.choice((0.5, 6.0)))
@@ -44,13 +49,13 @@ def run_trial(seed: int, trace: Callable[[float, str, str], None] | None = None)
 def finish(world: World) -> None:
     """From now on nothing goes wrong any more: what must hold afterwards."""
     calm_from = world.now
-    world.run(until=calm_from + CONVERGE_S)
-    world.checkers.one_lineage()
+    world.run(until=calm_from + RESUME_S - WATCHED_S)
     steps = world.checkers.count_steps()
-    world.run(until=calm_from + PROGRESS_S)
+    world.run(until=calm_from + RESUME_S)
+    world.checkers.one_lineage()
     world.checkers.merged_since(calm_from)
-    world.checkers.kept_pace(steps, PROGRESS_S - CONVERGE_S)
+    world.checkers.kept_pace(steps, WATCHED_S)
     world.settle()
-    world.run(until=calm_from + PROGRESS_S + SETTLE_S)
+    world.run(until=calm_from + RESUME_S + SETTLE_S)
     world.checkers.one_head()
     world.checkers.ledgers_meet_lineages()
