@@ -1,4 +1,6 @@
-"""A donor that is a process: `python donor_process.py FILE`, prints its URL, ends when killed."""
+"""A donor that is a process: `python donor_process.py FILE` prints its URL, and ends when it is
+killed or its standard input is closed.
+"""
 
 import asyncio
 import sys
@@ -36,7 +38,7 @@ async def serve(path: Path) -> None:
     async with serving_on_tcp(exchange_application(FileShelf(path), Traffic())) as url:
         sys.stdout.write(f"{url}\n")
         sys.stdout.flush()
-        await asyncio.Event().wait()
+        await asyncio.to_thread(sys.stdin.read)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,9 @@ class Donor:
 
     def __init__(self, path: Path) -> None:
         command = [sys.executable, donor_process.__file__, str(path)]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         self.url = ""
 
     def wait_until_it_serves(self) -> None:
@@ -53,8 +55,9 @@ class Donor:
         """SIGKILL; returns when it is dead."""
         self._process.kill()
         self._process.wait()
-        if self._process.stdout:
-            self._process.stdout.close()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe:
+                pipe.close()
 
 
 class Transfer(Exchange):
