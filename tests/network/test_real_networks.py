@@ -90,7 +90,7 @@ def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
             yield running
         finally:
             running.end()
-            assert not lab.process_ids()
+            wait_until("all processes of the lab to end", lambda: not lab.process_ids(), 15)
 
 
 # ---------------------------------------------------------------- what a page tells
