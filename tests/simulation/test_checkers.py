@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from p2pdiloco.protocol import contributor
+from p2pdiloco.protocol import contributor, election
 from p2pdiloco.protocol.follower import Follower
 from p2pdiloco.protocol.ledger import Ledger
 from p2pdiloco.protocol.lineage import Chain, Record
@@ -14,15 +14,17 @@ from p2pdiloco.protocol.node import Node
 from p2pdiloco.protocol.register import Register
 from p2pdiloco.protocol.round import Round
 from p2pdiloco.protocol.state import NodeState
+from p2pdiloco.protocol.synchronizer import Synchronizer
 from p2pdiloco.protocol.wire import RoundOpened
+from p2pdiloco.simulation import disk
 from p2pdiloco.simulation.checkers import PromiseBroken
 from p2pdiloco.simulation.network import Quality
 from p2pdiloco.simulation.trial import run_trial
 from p2pdiloco.simulation.world import Swarm, World
 
 SEEDS = range(40)
-SPREAD_S = 1.5
-"""What `test_swarm.py` allows."""
+SPREAD_S = 4.0
+"""What `test_trials.py` allows."""
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -78,6 +80,17 @@ def a_restart_forgets_the_ledger(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Node, "_resume_ledger", lambda *_: None)
 
 
+def rounds_leave_their_bytes(patch: pytest.MonkeyPatch) -> None:
+    def give_up(_: Synchronizer, register: Register, reason: str) -> None:
+        register.round = None
+
+    patch.setattr(Synchronizer, "give_up", give_up)
+
+
+def the_disk_keeps_everything(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(disk, "SNAPSHOTS_KEPT", 100)
+
+
 @pytest.mark.parametrize(
     ("plant", "promise"),
     [
@@ -90,6 +103,8 @@ def a_restart_forgets_the_ledger(patch: pytest.MonkeyPatch) -> None:
         (rounds_never_end, "did not deal with its deadline"),
         (nobody_looks_at_heads, "was not merged since|another lineage"),
         (a_restart_forgets_the_ledger, "its ledger says"),
+        (rounds_leave_their_bytes, "rounds with outer gradients"),
+        (the_disk_keeps_everything, "are on disk"),
     ],
 )
 def test_a_planted_bug_is_caught(
@@ -110,6 +125,15 @@ def test_records_that_are_not_passed_on_spread_too_slowly(monkeypatch: pytest.Mo
     world.checkers.slowest_spread_s = 0.0
     world.run(until=40.0)
     assert world.checkers.slowest_spread_s > SPREAD_S
+
+
+def test_one_who_synchronizes_for_ever_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(election, "_score", lambda run_id, term, peer, weight: float(peer[-1]))
+    world = World(1, Swarm(num_machines=3, num_fragments=2, term_merges=1, inner_steps=3))
+    world.start_all()
+    world.run(until=40.0)
+    with pytest.raises(PromiseBroken, match="are its share"):
+        world.checkers.took_turns(tolerance=0.4)
 
 
 def test_a_broken_promise_names_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
