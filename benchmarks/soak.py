@@ -292,6 +292,7 @@ def main() -> int:
         print(broken, file=sys.stderr)
         return 1
     plot(result)
+    del result["samples"]  # the plot has them
     write(RESULTS, result, report(result))
     return 0
 
