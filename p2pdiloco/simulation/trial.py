@@ -23,7 +23,7 @@ SETTLE_S = 15.0
 def run_trial(seed: int, trace: Callable[[float, str, str], None] | None = None) -> World:
     """Raises PromiseBroken; returns the world at the end."""
     rng = random.Random(seed)
-    payload_bytes = rng.choice((100_000, 1_000_000))
+    payload_bytes = rng.choice((30_000, 200_000))
     swarm = Swarm(
         num_machines=rng.randint(4, 6),
         num_fragments=rng.randint(2, 4),
