@@ -49,9 +49,15 @@ def small_model(seed: int = 0) -> PreTrainedModel:
 
 
 def small_engine(
-    model: PreTrainedModel | None = None, *, drafter: Drafter | None = None, **limits: int
+    model: PreTrainedModel | None = None,
+    *,
+    drafter: Drafter | None = None,
+    version: int = 0,
+    **limits: int,
 ) -> Engine:
-    return Engine(model or small_model(), Limits(**limits), _no_clock, drafter=drafter)
+    return Engine(
+        model or small_model(), Limits(**limits), _no_clock, drafter=drafter, version=version
+    )
 
 
 def requests(

@@ -1,0 +1,298 @@
+"""The rollout engine: continuous batching with drafts that pay for themselves.
+
+One step: `schedule` decides which tokens the model sees, `run` computes their logits, `postprocess`
+commits what the sampling rule gives. A sequence's new tokens are what it has pending (a chunk of
+its prompt, or its newest token) and, when that is all, a draft.
+
+Tokens are a function of weights, prompt, sampling, trajectory and position (verify.py): whatever
+else the engine does, it may not and does not change them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from p2pdiloco.rollout.cache import Cache
+from p2pdiloco.rollout.costs import WIDTHS, CostTable, Reliability, paying_lengths
+from p2pdiloco.rollout.packed import Segment, forward, in_pass_order, prepare
+from p2pdiloco.rollout.request import Finish, Progress, Request, Running, Token
+from p2pdiloco.rollout.sampling import Choice, Sampling, decide, noise_key
+from p2pdiloco.rollout.scheduler import Scheduler
+from p2pdiloco.rollout.suffix import Draft, Drafter
+from p2pdiloco.rollout.verify import Position, Referee, settle
+
+DRAFT_TOKENS_MAX = 32
+"""Longer drafts hardly ever hold to the end, and drafting takes time too."""
+
+CALIBRATION_TOKENS = 256
+"""Context of the steps that are timed. Work at other lengths corrects the table."""
+_TRIALS = 3
+"""The fastest counts: other programs only ever slow a step down."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What the engine may take."""
+
+    cache_bytes: int = 1 << 28
+    """For keys and values."""
+    num_rows_max: int = 64
+    """Sequences that run at once."""
+    num_waiting_max: int = 256
+    chunk_tokens: int = 256
+    """Prompt tokens per step: what decoding sequences may have to wait for."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """One sequence's part of a step. `draft` is the tail of the segment's tokens."""
+
+    running: Running
+    segment: Segment
+    num_wanted: int
+    """Of the last tokens of the segment, how many need logits: none if more of a prompt follows."""
+    draft: list[int] = field(default_factory=list)
+    guess: Draft = field(default_factory=Draft)
+    """What the draft was cut from."""
+
+
+class Engine:
+    """Generates with one model, which it takes over. One call at a time; all state is in here."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        limits: Limits,
+        clock: Callable[[], float],
+        *,
+        drafter: Drafter | None = None,
+        reuse: bool = True,
+        version: int = 0,
+    ) -> None:
+        """`clock` gives seconds; what a step takes decides how much is drafted, nothing else.
+
+        Without a drafter nothing is drafted, without `reuse` each prompt is computed whole.
+        """
+        prepare(model)
+        self.costs = CostTable()
+        self.reliability = Reliability()
+        self.referee = Referee(model)
+        self.cache = Cache(model, limits.cache_bytes, reuse=reuse)
+        self.scheduler = Scheduler(
+            self.cache, num_rows_max=limits.num_rows_max, num_waiting_max=limits.num_waiting_max
+        )
+        self.version = version
+        self._model = model
+        self._limits = limits
+        self._clock = clock
+        self._drafter = drafter
+        self._cancelled: list[Progress] = []
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has something to do or to tell."""
+        return bool(self.scheduler.waiting or self.scheduler.running or self._cancelled)
+
+    def submit(self, request: Request) -> None:
+        """Queues a request. `QueueFull` if too many wait, `ValueError` if it can never run."""
+        positions: int | None = getattr(self._model.config, "max_position_embeddings", None)
+        if positions is not None and request.length_max > positions:
+            raise ValueError(
+                f"request {request.id!r} may grow to {request.length_max} tokens, but the model"
+                f" knows {positions} positions; shorten the prompt or ask for fewer tokens"
+            )
+        self.scheduler.add(request)
+
+    @torch.inference_mode()
+    def cancel(self, request_id: str) -> None:
+        """Ends a request and frees its memory now; the next step reports it. Unknown ids are
+        ignored: the request may have ended meanwhile."""
+        if self.scheduler.remove(request_id):
+            if self._drafter is not None:
+                self._drafter.stop(request_id)
+            self._cancelled.append(Progress(request_id, (), Finish.CANCELLED))
+
+    @torch.inference_mode()
+    def swap(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Overwrites the weights in place, between two steps.
+
+        Running requests go on: their keys and values are computed anew, and their next tokens carry
+        the new version.
+        """
+        parameters = dict(self._model.named_parameters())
+        if weights.keys() != parameters.keys():
+            raise ValueError(
+                "the new weights are of another model: they lack"
+                f" {sorted(parameters.keys() - weights.keys())[:3]} and add"
+                f" {sorted(weights.keys() - parameters.keys())[:3]}"
+            )
+        for name, parameter in parameters.items():
+            parameter.copy_(weights[name])
+        self.version = version
+        self.cache.prefixes.clear()
+        self.scheduler.recompute()
+        self.referee.probe()
+
+    def learn(self, tokens: Sequence[int]) -> None:
+        """Drafts may come from this finished response of another node."""
+        if self._drafter is not None:
+            self._drafter.learn(tokens)
+
+    @torch.inference_mode()
+    def step(self) -> list[Progress]:
+        """One pass of the model; what it added to each request."""
+        started = self._clock()
+        works = self.schedule()
+        progress = self.postprocess(works, self.run(works)) if works else []
+        if works and all(work.num_wanted == len(work.segment.tokens) for work in works):
+            num_tokens = sum(work.num_wanted for work in works)
+            self.costs.observe(len(works), num_tokens, self._clock() - started)
+        progress += self._cancelled
+        self._cancelled = []
+        return progress
+
+    def schedule(self) -> list[_Work]:
+        """Every decoding sequence, with drafts as far as they pay, and a chunk of prompts."""
+        for admitted in self.scheduler.admit():
+            if self._drafter is not None:
+                self._drafter.start(admitted.request.id, admitted.tokens)
+        rows = list(enumerate(self.scheduler.running))
+        decoding = [(row, running) for row, running in rows if running.num_pending == 1]
+        works = self._decoding(decoding)
+        budget = self._limits.chunk_tokens
+        for row, running in rows:
+            if running.num_pending > 1 and budget > 0:
+                end = running.num_held + min(budget, running.num_pending)
+                chunk = Segment(row, running.num_held, running.tokens[running.num_held : end])
+                works.append(_Work(running, chunk, int(end == len(running.tokens))))
+                budget -= len(chunk.tokens)
+        order = {id(s): i for i, s in enumerate(in_pass_order([w.segment for w in works]))}
+        return sorted(works, key=lambda work: order[id(work.segment)])
+
+    def run(self, works: Sequence[_Work]) -> Tensor:
+        """Logits [N, V] of all wanted places, in the order of the works."""
+        wanted: list[int] = []
+        end = 0
+        for work in works:
+            end += len(work.segment.tokens)
+            wanted += range(end - work.num_wanted, end)
+        return forward(self._model, [w.segment for w in works], self.cache.rows, wanted)
+
+    def postprocess(self, works: Sequence[_Work], logits_NV: Tensor) -> list[Progress]:
+        """Commits tokens, keeps finished prefixes, frees finished rows."""
+        positions = [p for work in works for p in self._positions(work)]
+        choices = decide(
+            logits_NV,
+            [position.sampling for position in positions],
+            [position.key for position in positions],
+            self.referee.margin,
+        )
+        progress: list[Progress] = []
+        start = 0
+        for work in works:
+            work.running.num_held = work.segment.end - len(work.draft)
+            if work.num_wanted:
+                span = slice(start, start + work.num_wanted)
+                start = span.stop
+                settled = self._settled(work, positions[span], choices[span], logits_NV[span])
+                progress.append(self._commit(work, settled))
+        for ended in progress:
+            if ended.finish is not None:
+                self._end(ended.id)
+        return progress
+
+    @torch.inference_mode()
+    def calibrate(self) -> None:
+        """Times steps of many sizes, so that drafts are tried only where they pay. Until then every
+        draft is tried whole. The engine must be idle."""
+        assert not self.has_work, "calibrate an idle engine"
+        length = CALIBRATION_TOKENS + WIDTHS[-1]
+        num_rows_max = min(self._limits.num_rows_max, max(1, self.cache.num_slots_max // length))
+        batches = [1 << power for power in range(num_rows_max.bit_length())]
+        self.cache.prefixes.clear()
+        self.cache.rows.resize(batches[-1], length)
+        self.costs.measure(batches, self._trial_seconds)
+        self.cache.rows.resize(0, 0)
+
+    def _trial_seconds(self, batch: int, width: int) -> float:
+        segments = [Segment(row, CALIBRATION_TOKENS, [0] * width) for row in range(batch)]
+        samplings, keys = [Sampling()] * (batch * width), [0] * (batch * width)
+        seconds = []
+        for _ in range(_TRIALS):
+            started = self._clock()
+            logits_NV = forward(self._model, segments, self.cache.rows, range(batch * width))
+            decide(logits_NV, samplings, keys, self.referee.margin)
+            seconds.append(self._clock() - started)
+        return min(seconds)
+
+    def _decoding(self, decoding: Sequence[tuple[int, Running]]) -> list[_Work]:
+        """Newest token and paying draft of each of these (row, sequence)."""
+        guesses = [self._guess(running) for _row, running in decoding]
+        lengths = [len(guess.tokens) for guess in guesses]
+        if self.costs.batches and any(lengths):
+            chances = [self.reliability.path_chances(guess.chances) for guess in guesses]
+            lengths = paying_lengths(chances, len(decoding), self.costs.seconds)
+        works = []
+        for (row, running), guess, length in zip(decoding, guesses, lengths, strict=True):
+            draft = guess.tokens[:length]
+            segment = Segment(row, running.num_held, [running.tokens[-1], *draft])
+            works.append(_Work(running, segment, len(draft) + 1, draft, guess))
+        return works
+
+    def _guess(self, running: Running) -> Draft:
+        """Never longer than what may be committed and what the row has room for."""
+        num_tokens_max = min(DRAFT_TOKENS_MAX, running.num_left - 1)
+        if self._drafter is None or num_tokens_max == 0:
+            return Draft()
+        return self._drafter.draft(running.request.id, num_tokens_max)
+
+    def _positions(self, work: _Work) -> list[Position]:
+        """The places whose logits the work wants: after the last token, and after each drafted."""
+        request, tokens, draft = work.running.request, work.running.tokens, work.draft
+        return [
+            Position(
+                request.sampling,
+                noise_key(request.sampling.seed, request.trajectory, len(tokens) + index),
+                lambda index=index: [*tokens, *draft[:index]],  # type: ignore[misc]
+            )
+            for index in range(work.num_wanted)
+        ]
+
+    def _settled(
+        self,
+        work: _Work,
+        positions: Sequence[Position],
+        choices: Sequence[Choice],
+        logits_NV: Tensor,
+    ) -> list[Choice]:
+        settled = settle(
+            work.draft, choices, lambda i: self.referee.verdict(positions[i], logits_NV[i])
+        )
+        for token, chance, choice in zip(
+            work.guess.tokens, work.guess.chances, settled, strict=False
+        ):
+            self.reliability.observe(chance, token == choice.token)
+        return settled
+
+    def _commit(self, work: _Work, settled: Sequence[Choice]) -> Progress:
+        running = work.running
+        num_before = len(running.tokens)
+        finish = running.commit([choice.token for choice in settled])
+        new = running.tokens[num_before:]
+        running.num_held += len(new) - 1
+        if num_before == len(running.request.prompt):
+            self.cache.keep(work.segment.row, running.tokens[: running.num_held])
+        if self._drafter is not None:
+            self._drafter.extend(running.request.id, new)
+        tokens = (Token(c.token, c.logprob, self.version) for c in settled[: len(new)])
+        return Progress(running.request.id, tuple(tokens), finish)
+
+    def _end(self, request_id: str) -> None:
+        """A finished request leaves its prefix to later turns, and its answer to drafts."""
+        ended = self.scheduler.finish(request_id)
+        if self._drafter is not None:
+            self._drafter.stop(request_id)
+            self._drafter.learn(ended.tokens[len(ended.request.prompt) :])
