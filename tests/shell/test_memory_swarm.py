@@ -131,7 +131,7 @@ def test_a_joiner_whose_link_takes_fifty_merges_for_a_fragment_arrives(
         await swarm.train(MINUTE / 3)
         swarm.network.shelves.pop(BOOT)
         before = swarm.versions()
-        swarm.network.state_chunk_s[C] = 50.0
+        swarm.network.state_chunk_s[C] = 70.0
         swarm.start(C)
         while min(swarm.nodes[C].versions if C in swarm.nodes else [-1]) < 0:
             await swarm.train(1)
