@@ -10,6 +10,7 @@ reshuffle.
 
 import hashlib
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 
@@ -29,23 +30,45 @@ def term_of(version: int, term_merges: int) -> int:
     return (version - 1) // term_merges
 
 
-def order(run_id: str, term: int, members: Iterable[tuple[PeerId, float]]) -> tuple[PeerId, ...]:
-    """`members` are (peer, uplink in MB/s). Deterministic in the set of its arguments."""
-    ranked = sorted((-_score(run_id, term, peer, weight(uplink)), peer) for peer, uplink in members)
-    return tuple(peer for _, peer in ranked)
+class Order:
+    """The candidates of a term, best first, as `peers`; deterministic in the set of `members`,
+    which are (peer, uplink in MB/s).
+
+    It is kept up to date as they come and go: in a large swarm somebody always does, and to sort
+    everybody anew for it would be most of a node's work.
+    """
+
+    def __init__(self, run_id: str, term: int, members: Iterable[tuple[PeerId, float]]):
+        self.run_id = run_id
+        self.term = term
+        self._keys = {peer: _key(run_id, term, peer, weight(uplink)) for peer, uplink in members}
+        self._ranked = sorted(self._keys.values())
+        self.peers = [peer for _, peer in self._ranked]
+
+    def put(self, peer: PeerId, uplink_mb_s: float | None) -> None:
+        """It is a candidate with this uplink now; with None it is none."""
+        if kept := self._keys.pop(peer, None):
+            place = bisect_left(self._ranked, kept)
+            del self._ranked[place], self.peers[place]
+        if uplink_mb_s is not None:
+            key = self._keys[peer] = _key(self.run_id, self.term, peer, weight(uplink_mb_s))
+            place = bisect_left(self._ranked, key)
+            self._ranked.insert(place, key)
+            self.peers.insert(place, peer)
 
 
 def weight(uplink_mb_s: float) -> float:
     if uplink_mb_s <= 0:
         return 1.0
-    return float(2.0 ** min(max(round(math.log2(uplink_mb_s)), -4), 4))
+    return float(2.0 ** round(math.log2(min(max(uplink_mb_s, 2**-4), 2**4))))
 
 
 @lru_cache(maxsize=SCORES_KEPT)
-def _score(run_id: str, term: int, peer: PeerId, weight: float) -> float:
+def _key(run_id: str, term: int, peer: PeerId, weight: float) -> tuple[float, PeerId]:
+    """The smaller, the better."""
     digest = hashlib.blake2b(f"{run_id}/{term}/{peer}".encode(), digest_size=8).digest()
     uniform = (int.from_bytes(digest, "big") + 0.5) / 2.0**64
-    return -weight / math.log(uniform)
+    return weight / math.log(uniform), peer
 
 
 def candidate(candidates: Sequence[PeerId], fragment: int, attempt: int) -> PeerId:

@@ -55,6 +55,8 @@ class Follower:
         into.
         """
         node, register = self.node, self.node.registers[record.fragment]
+        if register.chain and register.chain.judge(record) is Verdict.KNOWN:
+            return  # gossip brings each record several times: its signature is looked at once
         check_record(record, node.config.run_id, node.signer)
         if record.digest == register.disbelieved or not node.may_ask(sender):
             node.refuse("a record of a peer that was of no use")

@@ -9,8 +9,10 @@ sample is looked at.
 
 import random
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import islice, takewhile
+from math import sqrt
 
+from p2pdiloco.protocol.election import weight
 from p2pdiloco.protocol.naming import PeerId
 from p2pdiloco.protocol.wire import SIGHTINGS_MAX, Heartbeat, Sighting
 
@@ -18,9 +20,15 @@ HEARTBEAT_S = 1.0
 SUSPECT_MIN_S = 3.0
 """Three lost heartbeats in a row are bad luck on a home link, not a death."""
 SUSPECT_MAX_S = 15.0
-UNHURRIED_MEMBERS = 250
-"""From so many members on, heartbeats and suspicion slow down with their number: a heartbeat names
-`SIGHTINGS_MAX` others, so news of each is the rarer the more there are, however often one talks.
+UNHURRIED_MEMBERS = 16
+"""From so many members on, heartbeats and suspicion slow down with the square root of their number:
+of 1,000, each speaks every 8 s. So both halves of the price of a growing swarm are shared out: news
+of a death takes longer, and a home link carries more names. Merges take minutes there, and nobody
+but a synchronizer is waited for.
+"""
+SIGHTINGS_MIN = 16
+"""Up to so many members a heartbeat names all; of more a quarter, within the bound: what `FANOUT`
+others send in one period then names everybody once, in a swarm of 256 and less.
 """
 FORGET_S = 600.0
 """A member that was silent for so long is no longer probed; discovery may bring it back."""
@@ -76,8 +84,12 @@ class Member:
         self.left = self.left and news.incarnation == known
         self.incarnation, self.sequence, self.last_news = news.incarnation, news.sequence, now
         self.ready, self.uplink_mb_s = news.ready, news.uplink_mb_s
-        patience_s = max(self.interval_s + 4 * self.deviation_s, SUSPECT_MIN_S * slowness)
-        self.alive_until = now + min(patience_s, SUSPECT_MAX_S * slowness)
+        patience_s = self.interval_s + 4 * self.deviation_s
+        if patience_s < SUSPECT_MIN_S * slowness:
+            patience_s = SUSPECT_MIN_S * slowness
+        elif patience_s > SUSPECT_MAX_S * slowness:
+            patience_s = SUSPECT_MAX_S * slowness
+        self.alive_until = now + patience_s
 
 
 @dataclass
@@ -85,13 +97,15 @@ class Membership:
     """The members other than this node. Nothing depends on hashing: both dictionaries are in the
     order of the news.
 
-    `revision` grows whenever other candidates may follow.
+    `revision` grows whenever other candidates may follow, and those of whom it is so are `changed`.
     """
 
     me: PeerId
     members: dict[PeerId, Member] = field(default_factory=dict)
     """Whom there was news of last comes last."""
     revision: int = 0
+    changed: dict[PeerId, None] = field(default_factory=dict)
+    """Whoever keeps the candidates in order empties it."""
     _voices: dict[PeerId, Member] = field(default_factory=dict)
     """Those with a word of their own; who spoke last comes last."""
 
@@ -117,40 +131,49 @@ class Membership:
         last = member.heartbeat if member else None
         if not member or (last and heartbeat.number <= last.number):
             return False
-        self._news(member, heartbeat, last.incarnation if last else -1, now)
+        slowness = self.slowness
+        self._news(member, heartbeat, last.incarnation if last else -1, now, slowness)
         member.heartbeat = replace(heartbeat, sightings=())
         self._voices.pop(peer, None)
         self._voices[peer] = member
-        self._overheard(heartbeat.sightings, now)
+        self._overheard(heartbeat.sightings, now, slowness)
         return True
 
-    def _overheard(self, sightings: tuple[Sighting, ...], now: float) -> None:
+    def _overheard(self, sightings: tuple[Sighting, ...], now: float, slowness: float) -> None:
         members = self.members
         for sighting in sightings:
             member = members.get(sighting.peer)
             if member is None and len(members) < HEARSAY_MAX:
                 member = self.meet(sighting.peer, now)
             if member and sighting.number > (member.incarnation, member.sequence):
-                self._news(member, sighting, member.incarnation, now)
+                self._news(member, sighting, member.incarnation, now, slowness)
 
-    def _news(self, member: Member, news: Heartbeat | Sighting, known: int, now: float) -> None:
-        stood = member.ready, member.uplink_mb_s, member.left
-        member.news(news, known, now, self.slowness)
-        self.revision += stood != (member.ready, member.uplink_mb_s, member.left)
+    def _news(
+        self, member: Member, news: Heartbeat | Sighting, known: int, now: float, slowness: float
+    ) -> None:
+        ready, left, uplink_mb_s = member.ready, member.left, member.uplink_mb_s
+        member.news(news, known, now, slowness)
+        noise = uplink_mb_s == member.uplink_mb_s or (
+            weight(uplink_mb_s) == weight(member.uplink_mb_s)
+        )
+        if ready != member.ready or left != member.left or not noise:
+            self._changes(member.peer)
         del self.members[member.peer]
         self.members[member.peer] = member
 
     def left(self, peer: PeerId) -> None:
         if member := self.members.get(peer):
-            self.revision += not member.left
+            if not member.left:
+                self._changes(peer)
             member.left = True
 
     def forget(self, now: float) -> None:
         """Drops who has been silent or gone for `FORGET_S`."""
-        for peer in [
-            p for p, m in self.members.items() if now - max(m.since, m.last_news) > FORGET_S
-        ]:
-            self._drop(peer)
+        silent = takewhile(
+            lambda m: now - max(m.since, m.last_news) > FORGET_S, self.members.values()
+        )
+        for member in list(silent):
+            self._drop(member.peer)
 
     def _forget_one(self, now: float) -> bool:
         """Makes room: first the dead go, then those who never said anything themselves."""
@@ -161,21 +184,24 @@ class Membership:
         return bool(idle)
 
     def _drop(self, peer: PeerId) -> None:
-        self.revision += self.members.pop(peer).ready
+        if self.members.pop(peer).ready:
+            self._changes(peer)
         self._voices.pop(peer, None)
+
+    def _changes(self, peer: PeerId) -> None:
+        self.revision += 1
+        self.changed[peer] = None
 
     # ---------------------------------------------------------------- what follows from it
 
     @property
     def slowness(self) -> float:
         """By how much everything takes longer than in a small swarm."""
-        return max(1.0, len(self.members) / UNHURRIED_MEMBERS)
+        return max(1.0, sqrt(len(self.members) / UNHURRIED_MEMBERS))
 
     @property
     def heartbeat_s(self) -> float:
-        """Time between two heartbeats: what a node sends does not grow with the swarm, and others
-        do not name it more often than they can.
-        """
+        """Time between two heartbeats."""
         return HEARTBEAT_S * self.slowness
 
     def alive(self, now: float) -> list[Member]:
@@ -210,6 +236,11 @@ class Membership:
         """
         return [(peer, m.uplink_mb_s) for peer, m in self.members.items() if m.ready and not m.left]
 
+    def candidate(self, peer: PeerId) -> float | None:
+        """The uplink of one that could synchronize; None for all others."""
+        member = self.members.get(peer)
+        return member.uplink_mb_s if member and member.ready and not member.left else None
+
     def audience(self, now: float, rng: random.Random) -> list[PeerId]:
         """Whom to tell the next news: everybody in a small swarm, else some; and one or two that
         seem dead, to find out.
@@ -230,12 +261,15 @@ class Membership:
         return [self.members[peer] for peer in sorted(_drawn(names, num, rng))]
 
     def sightings(self, now: float, rng: random.Random) -> tuple[Sighting, ...]:
-        """The freshest half and a random half of what is known, within the bound of a heartbeat."""
-        alive = (m for m in reversed(self.members.values()) if m.alive(now))
-        named = {m.peer: m for m in islice(alive, SIGHTINGS_MAX // 2)}
-        for peer in _drawn([p for p in self.members if p not in named], SIGHTINGS_MAX // 2, rng):
-            if self.members[peer].alive(now):
-                named[peer] = self.members[peer]
+        """The living of few members; of many the freshest, and as many drawn of all."""
+        members, num = self.members, len(self.members)
+        drawn: list[PeerId] = []
+        if num > SIGHTINGS_MIN:
+            num = max(SIGHTINGS_MIN, min(num // FANOUT, SIGHTINGS_MAX)) // 2
+            drawn = rng.sample(list(members), num)
+        alive = (m for m in reversed(members.values()) if m.alive(now))
+        named = {m.peer: m for m in islice(alive, num)}
+        named |= {peer: members[peer] for peer in drawn if members[peer].alive(now)}
         return tuple(
             Sighting(m.peer, m.incarnation, m.sequence, m.ready, m.uplink_mb_s)
             for m in named.values()

@@ -11,6 +11,7 @@ wait is a deadline or an event still to come.
 import random
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, assert_never
 
 from p2pdiloco.errors import PeerError
@@ -46,7 +47,7 @@ the genesis weights.
 """
 FAREWELLS_MAX = 64
 """Who leaves does not open a connection to everybody in a large swarm."""
-EMPTY_DIGEST = "0" * 64
+NO_HEAD = Head(-1, "0" * 64, 0)
 STOPPED = "the node was stopped before they were merged"
 
 
@@ -71,6 +72,7 @@ class Node:
         self.synchronizer = Synchronizer(self.state)
         self.follower = Follower(self.state, self.synchronizer)
         self.history: deque[tuple[float, events.Event]] = deque(maxlen=EVENTS_KEPT)
+        self._heads = [NO_HEAD] * num
         self._sequence = 0
         self._next_heartbeat = now
         self._genesis_at: float | None = None
@@ -262,8 +264,10 @@ class Node:
 
     def _peers_found(self, peers: Sequence[PeerId]) -> None:
         new = [p for p in peers if p != self.state.me]
+        membership = self.state.membership
         for peer in new:
-            self.state.membership.meet(peer, self.state.now)
+            if peer not in membership.members:
+                membership.meet(peer, self.state.now)
         if self._genesis_at is None:
             self._genesis_at = self.state.now + (JOIN_PATIENCE_S if new else 0.0)
             self._heartbeat()
@@ -283,7 +287,7 @@ class Node:
         """The synchronizer should not learn a second late that we have done H steps."""
         synchronizer = self.state.post(register)[0]
         if synchronizer and synchronizer != self.state.me and self._reports():
-            self.state.send(synchronizer, self._my_heartbeat())
+            self.state.send(synchronizer, self._without_gossip(self._my_heartbeat()))
 
     def _contribution_prepared(self, event: events.ContributionPrepared) -> None:
         report = contributor.prepared(self.state, event)
@@ -359,9 +363,19 @@ class Node:
         state, membership = self.state, self.state.membership
         self._next_heartbeat = state.now + membership.heartbeat_s
         message = self._my_heartbeat()
-        told = [*membership.audience(state.now, state.rng), *self._posts(), *self._deputies()]
-        for peer in dict.fromkeys(told):
+        audience = membership.audience(state.now, state.rng)
+        for peer in audience:
             state.send(peer, message)
+        report = self._without_gossip(message)
+        for peer in dict.fromkeys([*self._posts(), *self._deputies()]):
+            if peer not in audience:
+                state.send(peer, report)
+
+    def _without_gossip(self, message: Heartbeat) -> Heartbeat:
+        """For those who want to hear of this node alone, in a swarm where gossip is most of a
+        heartbeat.
+        """
+        return replace(message, sightings=()) if self.state.membership.slowness > 1 else message
 
     def _posts(self) -> list[PeerId]:
         """The synchronizers of the next rounds: they need our counters, if we are asked."""
@@ -393,10 +407,18 @@ class Node:
             step_s=state.step_s,
             tokens_per_s=state.tokens_per_s,
             local_steps=tuple(state.local_steps(r) for r in state.registers),
-            heads=tuple(_head(r) for r in state.registers),
+            heads=tuple(map(self._head, state.registers)),
             sightings=state.membership.sightings(state.now, state.rng),
             attempts=tuple(state.attempt(r) for r in state.registers),
         )
+
+    def _head(self, register: Register) -> Head:
+        """The same object as long as it is the same head: everybody keeps everybody's last word."""
+        kept, chain = self._heads[register.index], register.chain
+        if chain and (kept.version, kept.digest) != (chain.version, chain.digest):
+            kept = Head(chain.version, chain.digest, chain.tokens_total)
+            self._heads[register.index] = kept
+        return kept
 
 
 def _is_quiet(event: events.Event) -> bool:
@@ -410,13 +432,6 @@ def _is_quiet(event: events.Event) -> bool:
             return True
         case _:
             return False
-
-
-def _head(register: Register) -> Head:
-    chain = register.chain
-    if chain is None:
-        return Head(-1, EMPTY_DIGEST, 0)
-    return Head(chain.version, chain.digest, chain.tokens_total)
 
 
 def _check_fragment(fragment: int, num_fragments: int) -> None:

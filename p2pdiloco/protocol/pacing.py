@@ -6,7 +6,6 @@ rounds are staggered, fragment p at step (p + 1) H / P, and a launch floor keeps
 afterwards (Decoupled DiLoCo 1.2 and 1.4, where t_p spreads fragments over the period).
 """
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -56,7 +55,9 @@ def is_due(times: SyncTimes, fragment: int, version: int, steps: Sequence[int]) 
     """`steps` since receipt of this version, of every ready learner (0 for one that has not
     received it).
     """
-    return statistics.median_low(steps) >= steps_due(times, fragment, version) if steps else False
+    due = steps_due(times, fragment, version)
+    behind = sum(num < due for num in steps)
+    return behind <= (len(steps) - 1) // 2 if steps else False
 
 
 def launch_floor_s(times: SyncTimes, step_s: float, num_owned: int) -> float:

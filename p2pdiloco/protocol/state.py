@@ -42,6 +42,8 @@ REFUSALS_KEPT = 64
 The rarest are counted together.
 """
 OTHER_REASONS = "other reasons"
+ORDERS_AT_ONCE_MAX = 250
+"""Members up to which a change of the candidates changes their orders before the next heartbeat."""
 NUM_DEPUTIES = 2
 """Candidates that a synchronizer tells of itself with each heartbeat, since they act when it is
 silent; hearsay about it would be late in a large swarm, and two would act at once.
@@ -125,7 +127,7 @@ class NodeState:
     out: list[Action] = field(default_factory=list)
     _standing: tuple[int, float | None] | None = None
     """What the orders follow from: see `renew`."""
-    _orders: dict[int, tuple[PeerId, ...]] = field(default_factory=dict)
+    _orders: dict[int, election.Order] = field(default_factory=dict)
     """Candidates by term."""
     _posts: dict[int, tuple[int, tuple[int, int], Post]] = field(default_factory=dict)
     """By fragment: the version and the fence of our register that the post follows from, and it."""
@@ -203,23 +205,33 @@ class NodeState:
         return statistics.median_low(steps) if steps else 0.0
 
     def renew(self, beats: bool) -> bool:
-        """Forgets the orders of candidates, and the posts with them, if others follow by now; says
-        whether it did.
+        """Brings the orders of candidates up to date, and forgets the posts, if others follow by
+        now; says whether it did.
 
         `Node.handle` calls it before and after it dispatches an event: within either half all look
-        at the same orders. An order costs a look at every member, so a large swarm, in which
-        somebody always comes or goes, has new ones only when this node `beats`.
+        at the same orders. In a large swarm, in which somebody always comes or goes, they change
+        only when this node `beats`.
         """
-        if self.membership.slowness > 1 and not beats:
+        if len(self.membership.members) > ORDERS_AT_ONCE_MAX and not beats:
             return False
         weight = election.weight(self.uplink_mb_s) if self.ready else None
         standing = (self.membership.revision, weight)
         if standing == self._standing:
             return False
         self._standing = standing
-        self._orders.clear()
+        self._keep_orders([*self.membership.changed, self.me])
+        self.membership.changed.clear()
         self._posts.clear()
         return True
+
+    def _keep_orders(self, changed: Sequence[PeerId]) -> None:
+        """Those of the present terms: of others none is asked for often."""
+        terms = [election.term_of(r.version + 1, self.config.term_merges) for r in self.registers]
+        self._orders = {term: self._orders[term] for term in terms if term in self._orders}
+        for order in self._orders.values():
+            for peer in changed:
+                mine = self.uplink_mb_s if self.ready else None
+                order.put(peer, mine if peer == self.me else self.membership.candidate(peer))
 
     def review_posts(self) -> None:
         """Who was passed over because it seemed dead or idle may be of use again."""
@@ -228,13 +240,15 @@ class NodeState:
             if kept and kept[2][2] > register.attempt_in(kept[2][1]):
                 del self._posts[register.index]
 
-    def candidates(self, term: int) -> tuple[PeerId, ...]:
+    def candidates(self, term: int) -> Sequence[PeerId]:
         if term not in self._orders:
             known = self.membership.candidates()
             if self.ready:
                 known.append((self.me, self.uplink_mb_s))
-            self._orders[term] = election.order(self.config.run_id, term, known)
-        return self._orders[term]
+            self._orders[term] = election.Order(self.config.run_id, term, known)
+            if len(self._orders) > 2 * len(self.registers):
+                del self._orders[next(iter(self._orders))]
+        return self._orders[term].peers
 
     def attempt(self, register: Register) -> int:
         """The highest attempt seen at the next version of a fragment."""

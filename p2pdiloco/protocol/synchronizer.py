@@ -33,6 +33,10 @@ they speak in random order, and what they said of their heads still holds.
 """
 
 
+WITNESSES_MAX = 16
+"""Members whose steps tell that a fragment is due for the patience with its synchronizer, which is
+long enough for a rough median.
+"""
 REPEAT_S = 2.0
 """A member that has not answered a round for so long is asked again with each of its heartbeats."""
 LATE_S = 3.0
@@ -78,7 +82,7 @@ class Synchronizer:
         """
         node = self.node
         patience_s = max(IMPATIENT_MIN_S, 2 * node.config.times.inner_steps * node.swarm_step_s())
-        ready = node.membership.ready(node.now)
+        ready = node.membership.ready(node.now, WITNESSES_MAX)
         for register in node.registers if node.ready else ():
             self._lose_patience(register, self._is_due(register, ready), patience_s)
         self.look_for_posts()

@@ -6,7 +6,7 @@ authenticated. Tensor bytes never travel in messages.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import msgpack
 from pydantic import Field, TypeAdapter, ValidationError
@@ -28,9 +28,10 @@ NAME_CHARS_MAX = 64
 NodeName = Annotated[str, Field(max_length=NAME_CHARS_MAX, pattern=r"^\P{Cc}*$")]
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
-    """The newest version of a fragment that a node holds; version -1 while it holds none."""
+class Head(NamedTuple):
+    """The newest version of a fragment that a node holds; version -1 while it holds none. Without
+    names of fields on the wire, since every heartbeat has one for each fragment.
+    """
 
     version: Annotated[int, Field(ge=-1, lt=2**53)]
     digest: Digest
@@ -42,9 +43,9 @@ class Head:
         return self.tokens_total, -int(self.digest, 16) if self.tokens_total else 0
 
 
-@dataclass(frozen=True, slots=True)
-class Sighting:
-    """`peer` was heard of at its heartbeat number `sequence`; passed on as gossip.
+class Sighting(NamedTuple):
+    """`peer` was heard of at its heartbeat number `sequence`; passed on as gossip, without names of
+    fields on the wire: most of what a node of a large swarm sends is this.
 
     What it said then of its part in rounds goes along: in a swarm where few hear it themselves, all
     must still reach the same order of candidates.

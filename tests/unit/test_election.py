@@ -1,13 +1,15 @@
+import random
 from collections import Counter
+from collections.abc import Iterable
 
 import pytest
 from protocol_builders import RUN
 
 from p2pdiloco.protocol.election import (
     SHARE_MEMBERS,
+    Order,
     candidate,
     first_attempt,
-    order,
     term_of,
 )
 from p2pdiloco.protocol.naming import PeerId
@@ -15,6 +17,10 @@ from p2pdiloco.protocol.naming import PeerId
 PEERS = [PeerId(f"peer{i}") for i in range(10)]
 EQUAL = [(peer, 1.0) for peer in PEERS]
 TERMS = range(1000)
+
+
+def order(run_id: str, term: int, members: Iterable[tuple[PeerId, float]]) -> tuple[PeerId, ...]:
+    return tuple(Order(run_id, term, members).peers)
 
 
 def test_a_term_is_a_lease_of_some_merges() -> None:
@@ -55,6 +61,17 @@ def test_one_that_leaves_moves_nobody_else() -> None:
         before = order(RUN, term, EQUAL)
         after = order(RUN, term, [m for m in EQUAL if m[0] != PEERS[4]])
         assert after == tuple(p for p in before if p != PEERS[4])
+
+
+def test_an_order_that_was_kept_up_to_date_is_the_one_made_anew() -> None:
+    rng, kept, members = random.Random(0), Order(RUN, 0, EQUAL), dict(EQUAL)
+    for _ in range(100):
+        peer, uplink = rng.choice(PEERS), rng.choice((None, 0.0, 1.0, 4.0))
+        kept.put(peer, uplink)
+        members.pop(peer, None)
+        if uplink is not None:
+            members[peer] = uplink
+        assert tuple(kept.peers) == order(RUN, 0, members.items())
 
 
 def test_each_attempt_is_the_next_candidates() -> None:

@@ -12,6 +12,7 @@ from p2pdiloco.protocol.membership import (
     HEARSAY_MAX,
     HEARTBEAT_S,
     MEMBERS_MAX,
+    SIGHTINGS_MIN,
     SUSPECT_MAX_S,
     SUSPECT_MIN_S,
     UNHURRIED_MEMBERS,
@@ -128,10 +129,17 @@ def test_a_heartbeat_names_those_alive_freshest_first() -> None:
 
 
 def test_sightings_of_a_large_swarm_are_bounded_and_vary() -> None:
-    members, rng = view(*crowd(200)), random.Random(0)
+    members, rng = view(*crowd(1000)), random.Random(0)
     first, second = members.sightings(0, rng), members.sightings(0, rng)
-    assert len(first) == len(set(first)) == SIGHTINGS_MAX
+    assert SIGHTINGS_MAX // 2 < len(first) == len(set(first)) <= SIGHTINGS_MAX
     assert first != second
+
+
+def test_few_members_are_all_named_and_of_more_about_a_quarter() -> None:
+    few, more = view(*crowd(SIGHTINGS_MIN)), view(*crowd(SIGHTINGS_MIN * FANOUT * 2))
+    assert len(few.sightings(0, random.Random(0))) == SIGHTINGS_MIN
+    named = len(more.sightings(0, random.Random(0)))
+    assert SIGHTINGS_MIN < named <= 2 * SIGHTINGS_MIN
 
 
 # -------------------------------------------------------------------- leaving and coming back
@@ -219,9 +227,9 @@ def test_the_revision_grows_only_when_other_candidates_may_follow() -> None:
 
 
 def test_in_a_large_swarm_heartbeats_and_suspicion_take_their_time() -> None:
-    small, large = view(*crowd(UNHURRIED_MEMBERS)), view(*crowd(4 * UNHURRIED_MEMBERS))
+    small, large = view(*crowd(UNHURRIED_MEMBERS)), view(*crowd(16 * UNHURRIED_MEMBERS))
     assert (small.heartbeat_s, large.heartbeat_s) == (HEARTBEAT_S, 4 * HEARTBEAT_S)
-    newest = crowd(4 * UNHURRIED_MEMBERS)[-1]
+    newest = crowd(16 * UNHURRIED_MEMBERS)[-1]
     assert large.is_alive(newest, 3.9 * SUSPECT_MIN_S)
 
 

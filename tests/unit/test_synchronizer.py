@@ -125,7 +125,7 @@ def test_only_members_that_stand_on_the_base_are_invited() -> None:
     script.now = 1.0
     script.beat(B, local_steps=(H, H))
     script.beat(C, local_steps=(H, H), ready=False)
-    script.beat(D, local_steps=(H, H), heads=(replace(make_heartbeat().heads[0], version=-1),) * 2)
+    script.beat(D, local_steps=(H, H), heads=(make_heartbeat().heads[0]._replace(version=-1),) * 2)
     step(script, H)
     assert round_of(script).invited == (A, B)
 
