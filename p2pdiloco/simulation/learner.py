@@ -44,6 +44,12 @@ class LearnerModel:
     asked: dict[int, RoundId] = field(default_factory=dict)
     steps_total: int = 0
     next_boundary: float = 0.0
+    pace_s: float = 0.0
+    """Of a step, from the last boundary that was an event to the next."""
+    num_ahead: int = 1
+    """Steps between these two."""
+    stretch: int = 0
+    """Counts them; one that was cut short is another."""
 
     def start(self) -> None:
         self.alive, self.stepping, self.life = True, False, self.life + 1
@@ -54,9 +60,19 @@ class LearnerModel:
     def stop(self) -> None:
         self.alive, self.stepping, self.resume = False, False, None
 
-    def step(self) -> None:
-        self.steps = [steps + 1 for steps in self.steps]
-        self.steps_total += 1
+    def step(self, num: int) -> None:
+        self.steps = [steps + num for steps in self.steps]
+        self.steps_total += num
+
+    def cut_short(self, now: float) -> bool:
+        """Something waits for the boundary that comes next: the steps after it are no longer taken
+        for quiet. Says whether the next event comes sooner for that.
+        """
+        left = int((self.next_boundary - now) / self.pace_s) if self.stepping else 0
+        left = max(0, min(left, self.num_ahead - 1))
+        self.num_ahead -= left
+        self.next_boundary -= left * self.pace_s
+        return left > 0
 
     def receive(self, fragment: int) -> int:
         """Overwrites a fragment; returns the tokens counted on the version before."""
@@ -106,6 +122,17 @@ class Training:
         learner.waiting[fragment] = state
         if not learner.stepping:
             self._soon(machine, HANDOVER_S, lambda: self._first_boundary(machine))
+        self._cut_short(machine)
+
+    def ask(self, machine: Machine, round_id: RoundId) -> None:
+        """Wants a snapshot for a round."""
+        machine.learner.asked[round_id.fragment] = round_id
+        self._cut_short(machine)
+
+    def _cut_short(self, machine: Machine) -> None:
+        learner = machine.learner
+        if learner.num_ahead > 1 and learner.cut_short(self.world.now):
+            self._await_boundary(machine)
 
     def _first_boundary(self, machine: Machine) -> None:
         if not machine.learner.stepping:
@@ -129,9 +156,9 @@ class Training:
         """A step boundary: counters first, then arrivals, then the snapshots that can be taken."""
         world, learner = self.world, machine.learner
         if learner.stepping:
-            learner.step()
-            step_s = learner.step_s * learner.slowdown
-            world.handle(machine, events.StepsDone(1, learner.tokens_per_step, step_s))
+            num, step_s = learner.num_ahead, learner.step_s * learner.slowdown
+            learner.step(num)
+            world.handle(machine, events.StepsDone(num, num * learner.tokens_per_step, step_s))
         for p in sorted(learner.waiting):
             version = learner.waiting[p].version
             tokens = learner.receive(p)
@@ -140,9 +167,20 @@ class Training:
             self._snapshot(machine, p)
         learner.stepping = learner.complete
         if learner.stepping:
-            pace = learner.step_s * learner.slowdown * world.rng.uniform(0.9, 1.1)
-            learner.next_boundary = world.now + pace
-            self._soon(machine, pace, lambda: self._boundary(machine))
+            learner.pace_s = learner.step_s * learner.slowdown * world.rng.uniform(0.9, 1.1)
+            learner.num_ahead = 1 if learner.asked else world.swarm.quiet_steps
+            learner.next_boundary = world.now + learner.num_ahead * learner.pace_s
+            self._await_boundary(machine)
+
+    def _await_boundary(self, machine: Machine) -> None:
+        learner = machine.learner
+        stretch = learner.stretch = learner.stretch + 1
+
+        def reached() -> None:
+            if learner.stretch == stretch:
+                self._boundary(machine)
+
+        self._soon(machine, learner.next_boundary - self.world.now, reached)
 
     def _snapshot(self, machine: Machine, fragment: int) -> None:
         learner, world = machine.learner, self.world

@@ -36,8 +36,6 @@ from p2pdiloco.simulation.network import (
 )
 
 RUN_ID = "simulation"
-PERSIST_S = 2.0
-DISCOVERY_S = 15.0
 ANNOUNCED_S = 60.0
 """Discovery still names a machine for so long after it went down."""
 DRIFT = 0.03
@@ -65,6 +63,14 @@ class Swarm:
     """Of an outer gradient and of a merge of one fragment."""
     state_bytes: int = 1_000_000
     """Of a whole state of one fragment."""
+    quiet_steps: int = 1
+    """Steps that a learner takes in one event while nothing waits for a boundary, to simulate less:
+    its counters are up to so many steps late elsewhere.
+    """
+    persist_s: float = 2.0
+    """From one save of a ledger to the next."""
+    discovery_s: float = 15.0
+    """From one look for other machines to the next."""
 
     @property
     def times(self) -> SyncTimes:
@@ -264,12 +270,13 @@ class World:
                 if self.machines[name].node or self.now - seen < ANNOUNCED_S
             ]
             self.handle(machine, events.PeersFound(tuple(known)))
-            self.at(self.now + DISCOVERY_S, lambda: self._discover(machine, life))
+            again = self.now + self.swarm.discovery_s
+            self.at(again, lambda: self._discover(machine, life))
 
     def _persist(self, machine: Machine, life: int) -> None:
         if machine.life == life:
             self.save(machine)
-            self.soon(machine, PERSIST_S, lambda: self._persist(machine, life))
+            self.soon(machine, self.swarm.persist_s, lambda: self._persist(machine, life))
 
     def save(self, machine: Machine) -> None:
         """Keeps what a later life of the node needs."""
@@ -379,7 +386,7 @@ class World:
             case actions.Note(text):
                 self.tell(machine.name, text)
             case actions.PrepareContribution(round_id):
-                machine.learner.asked[round_id.fragment] = round_id
+                self.training.ask(machine, round_id)
             case actions.DropContribution(fragment):
                 machine.shelf.pop(fragment, None)
                 machine.learner.asked.pop(fragment, None)
