@@ -308,12 +308,12 @@ class Follower:
         node, before = self.node, register.chain
         genesis = node.config.genesis_digests[register.index]
         register.chain = adopted_chain(before, pursuit.lineage, version, genesis)
-        register.fence = (0, 0)
         if register.distrusted:
             register.distrusted, register.mended_at = False, node.now
         if before and pursuit.lineage:
             first = _first_lost(before, pursuit.lineage)
             if first <= before.version:
+                register.fence = (0, 0)  # of a lineage that is followed no more
                 contributor.branch_lost(node, register, first, before.version)
         contributor.lineage_changed(node, register)
         contributor.version_reached(node, register)

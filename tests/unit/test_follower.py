@@ -32,6 +32,7 @@ from p2pdiloco.protocol.actions import (
     InstallFragment,
     Send,
 )
+from p2pdiloco.protocol.election import term_of
 from p2pdiloco.protocol.events import SnapshotInfo
 from p2pdiloco.protocol.follower import ANSWER_S
 from p2pdiloco.protocol.lineage import RECORDS_KEPT, Record
@@ -507,6 +508,31 @@ def test_a_state_damaged_in_memory_is_replaced_from_our_own_disk() -> None:
     assert script.do(reached(lineage[5])) == [InstallFragment(0, 6)], "the learner may have it too"
     healed = register(script)
     assert (healed.distrusted, healed.damaged, healed.mended_at) == (False, 1, script.now)
+
+
+@pytest.mark.parametrize("snapshot_at", [4, 6])
+def test_what_was_promised_to_a_synchronizer_outlives_healing(snapshot_at: int) -> None:
+    """The lineage stays, so an older attempt at its next version stays out of turn."""
+    script, lineage = training(B, version=6), make_records(6)
+    register(script).fence = fence = (term_of(7, script.node.state.config.term_merges), 1)
+    script.do(events.StateDamaged(0, 6))
+    snapshot = snapshot_of(lineage[snapshot_at - 1])
+    answer(script, A, lineage, snapshot, ZERO)
+    script.do(loaded(snapshot), *map(reached, lineage[snapshot_at:]))
+    assert (register(script).version, register(script).fence) == (6, fence)
+
+
+def test_the_attempts_of_a_lineage_that_lost_do_not_count_on_the_one_that_won() -> None:
+    script = training(B, version=2)
+    ours = make_record(make_records(2)[-1], {A: 70}, branch="ours")
+    script.do(committed(B, ours), reached(ours))
+    register(script).fence = (7, 3)
+    theirs = [*make_records(2), *make_records(2, make_records(2)[-1], branch="theirs")]
+    announce(script, C, theirs)
+    answer(script, C, theirs)
+    answer(script, C, theirs, snapshot_of(theirs[1]))
+    script.do(loaded(snapshot_of(theirs[1])), reached(theirs[2]), reached(theirs[3]))
+    assert register(script).fence == (0, 0)
 
 
 def test_a_node_alone_heals_from_its_own_disk_as_soon_as_that_reads() -> None:
