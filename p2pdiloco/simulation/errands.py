@@ -5,7 +5,7 @@ records fetched, states and merges caught up with, chunk by chunk, from whoever 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from p2pdiloco.protocol import actions, events
@@ -26,16 +26,26 @@ CHUNK_BYTES = 1 << 20
 CHUNKS_MAX = 10
 """Pieces in which a body travels; each can come from another donor. Large bodies have larger
 pieces here, so that a simulated one costs no more."""
+DONORS_AT_ONCE = 4
+"""A body of several chunks comes from so many donors, those who are quick giving more of it."""
 
 
 @dataclass(slots=True)
 class Transfer:
-    """A CatchUp under way: items are fetched in chunks, each from the first donor that gives it."""
+    """A CatchUp under way: items are fetched in chunks, each from one of the first `donors`: those
+    that have not failed with the current item. `liars` gave chunks of it.
+    """
 
     catch_up: actions.CatchUp
-    item: int = 0
+    item: int = -1
     chunk: int = 0
-    donor: int = 0
+    donors: list[PeerId] = field(default_factory=list)
+    liars: set[PeerId] = field(default_factory=set)
+
+    def next_item(self) -> bool:
+        """Whether there is one."""
+        self.item, self.donors = self.item + 1, list(self.catch_up.donors)
+        return self.item < self.num_items
 
     @property
     def num_items(self) -> int:
@@ -190,7 +200,9 @@ class Errands:
     def catch_up(self, machine: Machine, action: actions.CatchUp) -> None:
         fragment = action.fragment
         machine.catching_up[fragment] = machine.catching_up.get(fragment, 0) + 1
-        self._next_chunk(machine, Transfer(action))
+        transfer = Transfer(action)
+        transfer.next_item()
+        self._next_chunk(machine, transfer)
 
     def _next_chunk(self, machine: Machine, transfer: Transfer) -> None:
         world = self.world
@@ -198,35 +210,49 @@ class Errands:
             apply_s = APPLY_S * machine.slowdown
             world.soon(machine, apply_s, lambda: self._item_arrives(machine, transfer))
             return
-        if transfer.donor >= len(transfer.catch_up.donors):
+        if not transfer.donors:
             self._fails(machine, transfer, "no donor has what is needed")
             return
-        donor = transfer.catch_up.donors[transfer.donor]
+        donor = self._quickest(transfer)
         has = self._holds(machine, donor, transfer)
         if has is None:
-            world.soon(machine, STALL_S, lambda: self._next_donor(machine, transfer))
+            world.soon(machine, STALL_S, lambda: self._donor_fails(machine, transfer, donor))
         elif not has:
             refused_s = world.network.round_trip_s(machine.name, donor)
-            world.soon(machine, refused_s, lambda: self._next_donor(machine, transfer))
+            world.soon(machine, refused_s, lambda: self._donor_fails(machine, transfer, donor))
         else:
             chunk_s = self._carry_chunk(machine, donor, transfer)
             world.soon(machine, chunk_s, lambda: self._chunk_ends(machine, transfer, donor))
 
+    def _quickest(self, transfer: Transfer) -> PeerId:
+        """Of the donors that are asked at once, the one that is through with the next chunk first;
+        the first of them all if there is but one chunk.
+        """
+        world, at_once = self.world, transfer.donors[:DONORS_AT_ONCE]
+        if num_chunks(self._num_bytes(transfer)) == 1:
+            return at_once[0]
+        chunk_bytes = self._chunk_bytes(transfer)
+        return min(at_once, key=lambda d: world.network.sent_at(d, chunk_bytes, world.now))
+
     def _carry_chunk(self, machine: Machine, donor: PeerId, transfer: Transfer) -> float:
         world, record = self.world, transfer.record()
-        chunk_bytes = self._num_bytes(transfer) // num_chunks(self._num_bytes(transfer))
+        chunk_bytes = self._chunk_bytes(transfer)
         if record and record.synchronizer == donor:
             served = self.copies.get(record.payload_digest, 0.0)
             share = chunk_bytes / self._num_bytes(transfer)
             self.copies[record.payload_digest] = served + share
         return world.network.carry(donor, machine.name, chunk_bytes, world.now) - world.now
 
+    def _chunk_bytes(self, transfer: Transfer) -> int:
+        num_bytes = self._num_bytes(transfer)
+        return num_bytes // num_chunks(num_bytes)
+
     def _num_bytes(self, transfer: Transfer) -> int:
         swarm = self.world.swarm
         return swarm.payload_bytes if transfer.record() else swarm.state_bytes
 
-    def _next_donor(self, machine: Machine, transfer: Transfer) -> None:
-        transfer.donor += 1
+    def _donor_fails(self, machine: Machine, transfer: Transfer, donor: PeerId) -> None:
+        transfer.donors.remove(donor)
         self._next_chunk(machine, transfer)
 
     def _holds(self, machine: Machine, donor: PeerId, transfer: Transfer) -> bool | None:
@@ -240,20 +266,30 @@ class Errands:
     def _chunk_ends(self, machine: Machine, transfer: Transfer, donor: PeerId) -> None:
         """A chunk that arrived stays, whoever gave it; wrong bytes show when the item is whole."""
         if donor != GENESIS_DONOR and not self._reaches(machine, donor):
-            self._next_donor(machine, transfer)
+            self._donor_fails(machine, transfer, donor)
             return
+        if donor != GENESIS_DONOR and self.world.machines[donor].lying:
+            transfer.liars.add(donor)
         transfer.chunk += 1
         if transfer.chunk < num_chunks(self._num_bytes(transfer)):
             self._next_chunk(machine, transfer)
             return
         transfer.chunk = 0
-        if donor != GENESIS_DONOR and self.world.machines[donor].lying:
-            self.refused_bytes[donor] += 1
-            self.world.handle(machine, events.WrongBytes(donor, "bytes of another digest"))
-            self._next_donor(machine, transfer)
+        if transfer.liars:
+            self._refuse_liars(machine, transfer)
+            self._next_chunk(machine, transfer)
             return
         apply_s = APPLY_S * machine.slowdown
         self.world.soon(machine, apply_s, lambda: self._item_arrives(machine, transfer))
+
+    def _refuse_liars(self, machine: Machine, transfer: Transfer) -> None:
+        """The whole was not what it should be: everything is fetched again, from others."""
+        for donor in sorted(transfer.liars):
+            self.refused_bytes[donor] += 1
+            self.world.handle(machine, events.WrongBytes(donor, "bytes of another digest"))
+            if donor in transfer.donors:
+                transfer.donors.remove(donor)
+        transfer.liars.clear()
 
     def _item_arrives(self, machine: Machine, transfer: Transfer) -> None:
         record = transfer.record()
@@ -266,15 +302,14 @@ class Errands:
             return
         if record:
             self._put(machine, record, state)
-        transfer.item, transfer.donor = transfer.item + 1, 0
-        fragment = transfer.catch_up.fragment
-        if transfer.item == transfer.num_items:
+        fragment, goes_on = transfer.catch_up.fragment, transfer.next_item()
+        if not goes_on:
             machine.catching_up[fragment] -= 1
         event = events.StateReached(fragment, state.version, state.digest, record)
         self.world.handle(machine, event)
         if record is None:
             self.world.save(machine)  # the lineage on disk is another, on which others are lost
-        if transfer.item < transfer.num_items:
+        if goes_on:
             self._next_chunk(machine, transfer)
 
     @staticmethod

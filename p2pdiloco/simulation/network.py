@@ -151,7 +151,7 @@ class Network:
             return now
         self.served_bytes[sender] += num_bytes
         source, sink = self._pipes[sender], self._pipes[receiver]
-        source.up_free = sent = _through(source.up_free, now, num_bytes, source.link.up_mbit_s)
+        source.up_free = sent = self.sent_at(sender, num_bytes, now)
         if self._relayed(sender, receiver):
             relay = self._relay
             relay.up_free = _through(relay.up_free, now, num_bytes, relay.link.up_mbit_s)
@@ -159,6 +159,11 @@ class Network:
         taken = _through(sink.down_free, now, num_bytes, sink.link.down_mbit_s)
         sink.down_free = arrived = max(sent, taken)
         return arrived + self.round_trip_s(sender, receiver)
+
+    def sent_at(self, sender: PeerId, num_bytes: int, now: float) -> float:
+        """When the sender's uplink would be through with a body that is asked for now."""
+        pipes = self._pipes[sender]
+        return _through(pipes.up_free, now, num_bytes, pipes.link.up_mbit_s)
 
     # ---------------------------------------------------------------- faults
 
