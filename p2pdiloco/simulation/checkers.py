@@ -339,6 +339,14 @@ class Checkers:
             if self.last_merge.get(p, 0.0) <= since:
                 raise self.broken("swarm", f"fragment {p} was not merged since {since:.1f} s")
 
+    def resumed_since(self, since: float) -> None:
+        """Everybody trains, on one lineage, and every fragment was merged again."""
+        self.one_lineage()
+        self.merged_since(since)
+        for machine in self.world.up:
+            if not machine.learner.stepping:
+                raise self.broken(machine.name, "its learner does not train")
+
     def count_steps(self) -> dict[PeerId, int]:
         return {m.name: m.learner.steps_total for m in self.world.up}
 

@@ -339,8 +339,8 @@ class World:
         self.num_events += 1
         try:
             wanted = node.handle(event, machine.local(self.now))
-        except AssertionError as error:
-            raise PromiseBroken(self, machine.name, f"an assertion of the node: {error}") from error
+        except Exception as error:  # whatever it is, it would have ended the daemon
+            raise PromiseBroken(self, machine.name, f"the node failed: {error!r}") from error
         if isinstance(event, events.StepsDone):
             machine.tokens_this_life += event.tokens
         self._note(machine, event, wanted)

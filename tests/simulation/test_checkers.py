@@ -10,15 +10,17 @@ from p2pdiloco.protocol import contributor, election
 from p2pdiloco.protocol.follower import Follower
 from p2pdiloco.protocol.ledger import Ledger
 from p2pdiloco.protocol.lineage import Chain, Record
+from p2pdiloco.protocol.membership import ALL_TO_ALL_MAX
+from p2pdiloco.protocol.naming import PeerId
 from p2pdiloco.protocol.node import Node
 from p2pdiloco.protocol.register import Register
 from p2pdiloco.protocol.round import Round
 from p2pdiloco.protocol.state import NodeState
 from p2pdiloco.protocol.synchronizer import Synchronizer
-from p2pdiloco.protocol.wire import RoundOpened
+from p2pdiloco.protocol.wire import Head, RoundOpened
 from p2pdiloco.simulation import disk
 from p2pdiloco.simulation.checkers import PromiseBroken
-from p2pdiloco.simulation.network import Quality
+from p2pdiloco.simulation.network import HOME_LINKS, Quality
 from p2pdiloco.simulation.trial import run_trial
 from p2pdiloco.simulation.world import Swarm, World
 
@@ -31,7 +33,11 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 def any_lineage_wins(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Chain, "weight", property(lambda chain: (-1, 0)))
-    patch.setattr(Register, "gains_from_head", lambda _, head: head.version >= 0)
+    patch.setattr(Register, "gains_from_head", _differs)
+
+
+def _differs(register: Register, head: Head) -> bool:
+    return head.version >= 0 and (register.chain is None or head.digest != register.chain.digest)
 
 
 def lighter_lineage_wins(patch: pytest.MonkeyPatch) -> None:
@@ -101,7 +107,7 @@ def the_disk_keeps_everything(patch: pytest.MonkeyPatch) -> None:
         (fences_are_ignored, "has seen the fence"),
         (the_learner_receives_twice, "twice"),
         (rounds_never_end, "did not deal with its deadline"),
-        (nobody_looks_at_heads, "was not merged since|another lineage"),
+        (nobody_looks_at_heads, "was not merged since|another lineage|different heads"),
         (a_restart_forgets_the_ledger, "its ledger says"),
         (rounds_leave_their_bytes, "rounds with outer gradients"),
         (the_disk_keeps_everything, "are on disk"),
@@ -127,6 +133,28 @@ def test_records_that_are_not_passed_on_spread_too_slowly(monkeypatch: pytest.Mo
     assert world.checkers.slowest_spread_s > SPREAD_S
 
 
+def test_a_maker_that_everybody_asks_first_serves_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    donors = Follower._donors
+
+    def maker_first(
+        follower: Follower, register: Register, source: PeerId, target: Record | None
+    ) -> tuple[PeerId, ...]:
+        first = target.synchronizer if target else source
+        return tuple(dict.fromkeys([first, *donors(follower, register, source, target)]))
+
+    monkeypatch.setattr(Follower, "_donors", maker_first)
+    swarm = Swarm(
+        num_machines=16, num_fragments=1, inner_steps=20, links=HOME_LINKS, payload_bytes=10**6
+    )
+    world = World(1, swarm)
+    world.start_all()
+    world.run(until=20.0)
+    world.errands.copies.clear()
+    world.run(until=40.0)
+    with pytest.raises(PromiseBroken, match="copies of a merge"):
+        world.checkers.spared_uplinks(copies_max=ALL_TO_ALL_MAX)
+
+
 def test_one_who_synchronizes_for_ever_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(election, "_score", lambda run_id, term, peer, weight: float(peer[-1]))
     world = World(1, Swarm(num_machines=3, num_fragments=2, term_merges=1, inner_steps=3))
@@ -137,7 +165,7 @@ def test_one_who_synchronizes_for_ever_is_noticed(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_broken_promise_names_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    fences_are_ignored(monkeypatch)
+    nothing_is_settled(monkeypatch)
     with pytest.raises(PromiseBroken) as caught:
         for seed in SEEDS:
             run_trial(seed)
