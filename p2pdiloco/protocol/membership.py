@@ -142,10 +142,13 @@ class Membership:
     def _overheard(self, sightings: tuple[Sighting, ...], now: float, slowness: float) -> None:
         members = self.members
         for sighting in sightings:
-            member = members.get(sighting.peer)
+            peer, incarnation, sequence, _, _ = sighting
+            member = members.get(peer)
             if member is None and len(members) < HEARSAY_MAX:
-                member = self.meet(sighting.peer, now)
-            if member and sighting.number > (member.incarnation, member.sequence):
+                member = self.meet(peer, now)
+            if member is None or incarnation < member.incarnation:
+                continue
+            if incarnation > member.incarnation or sequence > member.sequence:
                 self._news(member, sighting, member.incarnation, now, slowness)
 
     def _news(

@@ -125,6 +125,8 @@ class NodeState:
     """Synchronizers that lived and merged nothing."""
     unhelpful: Pauses = field(default_factory=lambda: Pauses(RETRY_S, RETRY_MAX_S))
     out: list[Action] = field(default_factory=list)
+    _whole: bool = False
+    """Whether there was a state of every fragment already; it may be replaced, but not lost."""
     _standing: tuple[int, float | None] | None = None
     """What the orders follow from: see `renew`."""
     _orders: dict[int, election.Order] = field(default_factory=dict)
@@ -183,8 +185,9 @@ class NodeState:
     @property
     def ready(self) -> bool:
         """Whether this node holds every fragment and takes part in rounds."""
-        whole = all(r.chain for r in self.registers)
-        return whole and not self.settling and not self.gone
+        if not self._whole:
+            self._whole = all(r.chain for r in self.registers)
+        return self._whole and not self.settling and not self.gone
 
     def is_alive(self, peer: PeerId) -> bool:
         return self.membership.is_alive(peer, self.now)

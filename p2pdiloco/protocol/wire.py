@@ -57,10 +57,6 @@ class Sighting(NamedTuple):
     ready: bool = False
     uplink_mb_s: Seconds = 0.0
 
-    @property
-    def number(self) -> tuple[int, int]:
-        return self.incarnation, self.sequence
-
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:

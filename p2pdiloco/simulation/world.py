@@ -101,6 +101,7 @@ class World:
         self.network.attach(GENESIS_DONOR, RELAY_LINK)
         self.machines = {m.name: m for m in map(self._new_machine, range(swarm.num_machines))}
         self.records: dict[str, Record] = {}
+        self._names = sorted(self.machines)
         self.last_seen: dict[PeerId, float] = {}
         self.num_events = 0
         self.errands = Errands(self)
@@ -266,8 +267,9 @@ class World:
         if machine.life == life:
             known = [
                 name
-                for name, seen in sorted(self.last_seen.items())
-                if self.machines[name].node or self.now - seen < ANNOUNCED_S
+                for name in self._names
+                if self.machines[name].node
+                or self.now - self.last_seen.get(name, float("-inf")) < ANNOUNCED_S
             ]
             self.handle(machine, events.PeersFound(tuple(known)))
             again = self.now + self.swarm.discovery_s
