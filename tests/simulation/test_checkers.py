@@ -156,7 +156,7 @@ def test_a_maker_that_everybody_asks_first_serves_too_much(monkeypatch: pytest.M
 
 
 def test_one_who_synchronizes_for_ever_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(election, "_score", lambda run_id, term, peer, weight: float(peer[-1]))
+    monkeypatch.setattr(election, "_key", lambda run_id, term, peer, weight: (0.0, peer))
     world = World(1, Swarm(num_machines=3, num_fragments=2, term_merges=1, inner_steps=3))
     world.start_all()
     world.run(until=40.0)
