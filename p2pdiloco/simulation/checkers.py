@@ -340,12 +340,15 @@ class Checkers:
                 raise self.broken("swarm", f"fragment {p} was not merged since {since:.1f} s")
 
     def resumed_since(self, since: float) -> None:
-        """Everybody trains, on one lineage, and every fragment was merged again."""
+        """Everybody trains, on one lineage, and every fragment was merged again. A step that was begun
+        on a slow machine is over.
+        """
         self.one_lineage()
         self.merged_since(since)
         for machine in self.world.up:
-            if not machine.learner.stepping:
-                raise self.broken(machine.name, "its learner does not train")
+            learner = machine.learner
+            if not learner.stepping or learner.next_boundary > self.world.now + 2 * learner.step_s:
+                raise self.broken(machine.name, "its learner does not train at its pace")
 
     def count_steps(self) -> dict[PeerId, int]:
         return {m.name: m.learner.steps_total for m in self.world.up}
