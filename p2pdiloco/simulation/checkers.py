@@ -340,8 +340,8 @@ class Checkers:
                 raise self.broken("swarm", f"fragment {p} was not merged since {since:.1f} s")
 
     def resumed_since(self, since: float) -> None:
-        """Everybody trains, on one lineage, and every fragment was merged again. A step that was begun
-        on a slow machine is over.
+        """Everybody trains, on one lineage, and every fragment was merged again. Steps that were
+        begun on a slow machine are over.
         """
         self.one_lineage()
         self.merged_since(since)
