@@ -150,6 +150,16 @@ def test_a_record_that_is_wrong_is_refused_and_its_sender_left_alone(
     assert register(script).version == 0
 
 
+def test_a_known_record_is_not_verified_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = training(B, version=1)
+    chain = register(script).chain
+    assert chain and chain.head
+    verified: list[PeerId] = []
+    monkeypatch.setattr(FakeSigner, "verify", lambda _, peer, *rest: verified.append(peer))
+    assert script.do(committed(C, chain.head)) == []
+    assert verified == []
+
+
 def test_a_record_with_a_broken_link_is_looked_into_not_applied() -> None:
     script = training(B)
     stranger = make_record(parent="e" * 64)

@@ -33,7 +33,7 @@ from p2pdiloco.protocol.actions import DropRound, FetchRecords, Send
 from p2pdiloco.protocol.events import SnapshotInfo
 from p2pdiloco.protocol.ledger import NOT_ASKED
 from p2pdiloco.protocol.lineage import Record, Refused
-from p2pdiloco.protocol.membership import HEARTBEAT_S, REPORTERS_MAX
+from p2pdiloco.protocol.membership import FANOUT, HEARTBEAT_S, REPORTERS_MAX
 from p2pdiloco.protocol.naming import PeerId, RoundId
 from p2pdiloco.protocol.node import EVENTS_KEPT, FAREWELLS_MAX, STOPPED
 from p2pdiloco.protocol.pauses import PAUSES_MAX
@@ -172,9 +172,11 @@ def test_a_synchronizer_tells_its_deputies_of_itself() -> None:
         register.fence = (term, attempt + 1)
     deputies = script.node.state.deputies(register)
     script.now = 2.0
-    told = [peer for peer, _ in heartbeats(script, events.Woke())]
+    told = dict(heartbeats(script, events.Woke()))
     assert len(deputies) == NUM_DEPUTIES
     assert set(deputies) <= set(told)
+    assert len([peer for peer, heartbeat in told.items() if heartbeat.sightings]) == FANOUT
+    assert len({heartbeat.number for heartbeat in told.values()}) == 1
 
 
 def test_a_newcomer_without_state_is_answered_once() -> None:
