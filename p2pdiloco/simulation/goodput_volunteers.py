@@ -109,10 +109,10 @@ class _House:
         self.joins = 0
         self._since = 0.0
         self._records: set[str] = set()
-        self._steps: dict[PeerId, int] = {}
         self._online: dict[PeerId, list[tuple[float, float]]] = {}
         self._totals: dict[PeerId, Totals] = {}
         self._slots = self._slots_up = 0
+        self._looks_online = self._looks_stepping = 0
         for machine in world.machines.values():
             rng = random.Random(f"sessions {world.seed} {machine.name}")
             self._online[machine.name] = list(sessions(rng, end))
@@ -135,12 +135,14 @@ class _House:
         world = self.world
         self._since, self.joins = world.now, 0
         self._records = set(world.records)
-        self._steps = {m.name: m.learner.steps_total for m in world.machines.values()}
         self._look()
 
     def _look(self) -> None:
+        stepping = [machine.learner.stepping for machine in self.world.up]
         self._slots += 1
-        self._slots_up += any(machine.learner.stepping for machine in self.world.up)
+        self._slots_up += any(stepping)
+        self._looks_online += len(stepping)
+        self._looks_stepping += sum(stepping)
         self.world.at(self.world.now + RESOLUTION_S, self._look)
 
     def result(self) -> Volunteers:
@@ -155,7 +157,7 @@ class _House:
             hours=hours,
             online=total_s / (self.end - self._since),
             joins=self.joins,
-            computing=sum(map(self._computed_s, world.machines.values())) / total_s,
+            computing=self._looks_stepping / self._looks_online,
             merged=sum(merged_s.values()) / total_s,
             merged_median=median(shares),
             uptime=self._slots_up / self._slots,
@@ -167,10 +169,6 @@ class _House:
 
     def _online_s(self, name: PeerId) -> float:
         return sum(max(0.0, off - max(on, self._since)) for on, off in self._online[name])
-
-    def _computed_s(self, machine: Machine) -> float:
-        learner = machine.learner
-        return (learner.steps_total - self._steps[machine.name]) * learner.step_s
 
     def _merged_s(self, merges: Sequence[Record]) -> Counter[PeerId]:
         """Time of the steps in the records, a step counting once in each fragment."""
