@@ -26,7 +26,7 @@ from p2pdiloco.simulation.lies import Forger, Liar
 from p2pdiloco.simulation.machine import INBOX_MAX, Machine
 from p2pdiloco.simulation.network import HOME_LINKS, LinkKind, Quality
 from p2pdiloco.simulation.schedule import inflict
-from p2pdiloco.simulation.trial import finish, run_trial
+from p2pdiloco.simulation.trial import RESUME_S, finish, run_trial
 from p2pdiloco.simulation.world import Swarm, World
 
 PERFECT = Quality()
@@ -231,7 +231,7 @@ def test_below_the_quorum_nothing_is_merged_and_training_goes_on() -> None:
     assert len(world.records) == merges
     world.checkers.kept_pace(steps, 40.0)
     world.start(world.machines[name(2)])
-    world.run(until=80.0)
+    world.run(until=66.0 + RESUME_S)
     assert len(world.records) > merges
 
 
