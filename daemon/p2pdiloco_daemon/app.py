@@ -34,6 +34,7 @@ from p2pdiloco_daemon.chores import (
     tell_of_sleep,
 )
 from p2pdiloco_daemon.exchange import Exchange, ExchangeError
+from p2pdiloco_daemon.files import lock_directory
 from p2pdiloco_daemon.holdings import Holdings
 from p2pdiloco_daemon.lag import LagMonitor
 from p2pdiloco_daemon.learner import LearnerOptions, running_learner
@@ -46,7 +47,7 @@ from p2pdiloco_daemon.shelf import NodeShelf
 from p2pdiloco_daemon.signals import stop_signals
 from p2pdiloco_daemon.status import view
 from p2pdiloco_daemon.status.app import build_app, serving_page
-from p2pdiloco_daemon.store import Store, lock_directory
+from p2pdiloco_daemon.store import Store
 from p2pdiloco_daemon.waking import replica_of, require_memory, wake_up
 
 SPEC_RETRY_S = 2.0

@@ -37,6 +37,7 @@ from p2pdiloco.protocol.lineage import (
 )
 from p2pdiloco.protocol.naming import PeerId, RoundId
 from p2pdiloco_bootstrap.serving import Body
+from p2pdiloco_daemon.arriving import PartInfo
 from p2pdiloco_daemon.fetch import Gathering
 from p2pdiloco_daemon.replica import (
     Buffer,
@@ -49,7 +50,7 @@ from p2pdiloco_daemon.replica import (
     payload_digest,
     require_sound,
 )
-from p2pdiloco_daemon.store import PartInfo, Store, StoredFragment, StoredMerge
+from p2pdiloco_daemon.store import Store, StoredFragment, StoredMerge
 
 Weight: TypeAlias = tuple[int, int]
 """Of a lineage at a version, as `Record.weight`."""
@@ -307,19 +308,19 @@ class Holdings:
     def drop_arriving(self, fragment: int) -> None:
         """It is whole, or what has arrived is wrong."""
         self._arriving.pop(fragment, None)
-        self._save(_part_name(fragment), self.store.drop_part, fragment)
+        self._save(_part_name(fragment), self.store.parts.drop, fragment)
 
     def begun(self, fragment: int) -> SnapshotInfo | None:
         """The state of which something is here already. Blocks."""
         arriving = self._arriving.get(fragment)
-        part = arriving.part if arriving else self.store.part_info(fragment)
+        part = arriving.part if arriving else self.store.parts.info(fragment)
         return SnapshotInfo(part.version, part.state_digest) if part else None
 
     def _open_part(self, fragment: int, part: PartInfo, place: memoryview) -> list[tuple[int, int]]:
         try:
-            if self.store.part_info(fragment) == part:
-                return self.store.read_part(fragment, part, place)
-            self.store.begin_part(fragment, part)
+            if self.store.parts.info(fragment) == part:
+                return self.store.parts.read(fragment, part, place)
+            self.store.parts.begin(fragment, part)
         except StoreError as error:
             logger.warning("%s", error)
         return []
@@ -328,7 +329,7 @@ class Holdings:
         if self._writes_waiting < WRITES_WAITING_MAX // 2:  # a chunk may be fetched again
             span = body.span(chunk)
             data = memoryview(body.data)[span]
-            keep = self.store.save_chunk
+            keep = self.store.parts.save_chunk
             self._save(_part_name(fragment), keep, fragment, part.version, span.start, data)
 
     # ---------------------------------------------------------------- what others may read

@@ -9,13 +9,14 @@ import pytest
 
 from p2pdiloco.errors import StoreError, UserError
 from p2pdiloco.protocol.lineage import RECORDS_KEPT
+from p2pdiloco_daemon.files import lock_directory
 from p2pdiloco_daemon.replica import (
     FragmentState,
     make_state,
     pack_state,
     payload_digest,
 )
-from p2pdiloco_daemon.store import PartInfo, SnapshotInfo, Store, lock_directory
+from p2pdiloco_daemon.store import SnapshotInfo, Store
 
 SIZE = 50
 
@@ -309,56 +310,6 @@ def test_old_snapshots_are_kept_for_few_readers(store: Store) -> None:
     for version in range(4, 40, 4):
         store.save_snapshot(state_at(version), record_at(version), leased=(0, 4, 8, 12))
     assert [s.version for s in store.snapshots(0)] == [36, 32, 4, 0]
-
-
-# -------------------------------------------------------------------- a state that arrives
-
-
-PART = PartInfo(8, state_at(8).digest, 10)
-
-
-def kept_of(store: Store, part: PartInfo = PART) -> tuple[list[tuple[int, int]], bytes]:
-    place = bytearray(part.num_bytes)
-    return store.read_part(0, part, memoryview(place)), bytes(place)
-
-
-def test_chunks_of_a_state_come_back_after_a_crash(tmp_path: Path) -> None:
-    with Store(tmp_path, 2) as store:
-        assert store.part_info(0) is None
-        store.begin_part(0, PART)
-        store.save_chunk(0, 8, 4, b"efgh")
-        store.save_chunk(0, 8, 8, b"ij")
-    with Store(tmp_path, 2) as store:
-        assert store.part_info(0) == PART
-        assert kept_of(store) == ([(4, 4), (8, 2)], b"\0\0\0\0efghij")
-        store.drop_part(0)
-        assert store.part_info(0) is None
-        assert kept_of(store)[0] == []
-    assert files(tmp_path) == []
-
-
-@pytest.mark.parametrize("kind", ["part", "chunks"])
-@pytest.mark.parametrize("length", [0, 3, 44, 50, 75])
-def test_a_chunk_that_was_half_written_is_fetched_again(
-    store: Store, tmp_path: Path, kind: str, length: int
-) -> None:
-    store.begin_part(0, PART)
-    store.save_chunk(0, 8, 0, b"abcd")
-    store.save_chunk(0, 8, 4, b"efgh")
-    path = tmp_path / "fragments" / "0000" / f"0000000008.{kind}"
-    path.write_bytes(path.read_bytes()[:length])
-    found, place = kept_of(store)
-    assert {(0, 4): b"abcd", (4, 4): b"efgh"}.keys() >= set(found)
-    assert all(place[offset : offset + size] in b"abcdefgh" for offset, size in found)
-
-
-def test_another_state_takes_the_place_of_the_one_that_was_begun(store: Store) -> None:
-    store.begin_part(0, PART)
-    store.save_chunk(0, 8, 0, b"abcd")
-    other = PartInfo(12, state_at(12).digest, 10)
-    store.begin_part(0, other)
-    assert store.part_info(0) == other
-    assert kept_of(store, other)[0] == []
 
 
 # -------------------------------------------------------------------- donors
