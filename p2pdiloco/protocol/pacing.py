@@ -1,13 +1,19 @@
-"""When the next round of a fragment is due, and how long it may wait.
+"""When the next round of a fragment is due, how long it may be put off, and how long it may wait.
 
 Self-clocking: a period is H inner steps of the *median* ready learner, counted per fragment since
 its last receipt, so slow learners do not hold the swarm and fast ones do not empty it. The first
 rounds are staggered, fragment p at step (p + 1) H / P, and a launch floor keeps them apart
 afterwards (Decoupled DiLoCo 1.2 and 1.4, where t_p spreads fragments over the period).
+
+Where the run leaves slack, a round may be put off by so many steps (`policies.py` says when it is).
+Merges then keep appointments, H steps apart: how late the last one came, its *offset*, shortens the
+next period. So a period has between H - slack and H + slack steps, and H on average, whatever the
+policy; and since the offset follows from the records of the lineage, all nodes see one window.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 FLOOR_SHARE = 0.5
 """Launches may come twice as fast as H steps / P, to catch up after a pause, not faster."""
@@ -22,6 +28,8 @@ class SyncTimes:
     overlap_steps: int
     quorum: int
     grace_factor: float
+    slack_steps: int = 0
+    """By how many steps a round may be put off; less than H."""
 
 
 @dataclass
@@ -51,13 +59,49 @@ def steps_due(times: SyncTimes, fragment: int, version: int) -> int:
     return max(1, (fragment + 1) * times.inner_steps // times.num_fragments)
 
 
-def is_due(times: SyncTimes, fragment: int, version: int, steps: Sequence[int]) -> bool:
+class Window(NamedTuple):
+    """Inner steps since receipt: the next round comes from `opens` on, and by `closes`."""
+
+    opens: int
+    closes: int
+
+
+def window(times: SyncTimes, fragment: int, version: int, offset: int) -> Window:
+    opens = max(1, steps_due(times, fragment, version) - offset)
+    return Window(opens, opens + times.slack_steps)
+
+
+def next_offset(
+    times: SyncTimes, fragment: int, version: int, offset: int, period_steps: int
+) -> int:
+    """How many steps after its appointment the merge of `version` came, whose period had so many;
+    `offset` is that of the merge before it.
+    """
+    late = period_steps - steps_due(times, fragment, version - 1) + offset
+    return min(max(late, 0), times.slack_steps)
+
+
+def is_due(
+    times: SyncTimes, fragment: int, version: int, steps: Sequence[int], offset: int = 0
+) -> bool:
     """`steps` since receipt of this version, of every ready learner (0 for one that has not
     received it).
     """
-    due = steps_due(times, fragment, version)
+    due = window(times, fragment, version, offset).opens
     behind = sum(num < due for num in steps)
     return behind <= (len(steps) - 1) // 2 if steps else False
+
+
+DEFERRING_SHARE = 0.125
+"""If more than this part of the learners asks for time, a round waits: in a swarm of less than
+eight, if anybody does. No vote holds a round beyond its window.
+"""
+
+
+def is_put_off(window: Window, steps: Sequence[int], defers: Sequence[bool]) -> bool:
+    """Of every ready learner, its steps since receipt and whether it asks for time."""
+    asking = sum(asks and num < window.closes for num, asks in zip(steps, defers, strict=True))
+    return asking > DEFERRING_SHARE * len(steps)
 
 
 def launch_floor_s(times: SyncTimes, step_s: float, num_owned: int) -> float:

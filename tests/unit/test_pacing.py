@@ -8,10 +8,14 @@ from protocol_builders import TIMES
 from p2pdiloco.protocol.pacing import (
     GRACE_UNKNOWN_S,
     Average,
+    Window,
     grace_s,
     is_due,
+    is_put_off,
     launch_floor_s,
+    next_offset,
     steps_due,
+    window,
 )
 
 SIX = replace(TIMES, inner_steps=24, num_fragments=6)
@@ -38,6 +42,53 @@ def test_the_median_learner_sets_the_pace() -> None:
 
 def test_nothing_is_due_where_nobody_steps() -> None:
     assert not is_due(SIX, 0, 1, [])
+
+
+PACED = replace(SIX, slack_steps=8)
+
+
+def test_a_round_that_may_be_put_off_has_a_window() -> None:
+    assert window(PACED, 0, version=1, offset=0) == Window(24, 32)
+    assert window(PACED, 0, version=1, offset=8) == Window(16, 24)
+    assert window(SIX, 0, version=1, offset=0) == Window(24, 24)
+
+
+def test_the_first_windows_are_staggered() -> None:
+    assert [window(PACED, p, 0, 0).opens for p in range(6)] == [4, 8, 12, 16, 20, 24]
+
+
+def test_a_late_merge_makes_the_next_one_due_earlier() -> None:
+    assert next_offset(PACED, 0, version=2, offset=0, period_steps=29) == 5
+    assert next_offset(PACED, 0, version=3, offset=5, period_steps=19) == 0
+    assert not is_due(PACED, 0, 2, [18], offset=5)
+    assert is_due(PACED, 0, 2, [19], offset=5)
+
+
+@given(slack=st.integers(0, 23), chosen=st.lists(st.floats(0, 1), min_size=1, max_size=60))
+def test_periods_are_h_steps_on_average_wherever_in_its_window_each_sync_comes(
+    slack: int, chosen: list[float]
+) -> None:
+    times, offset, total = replace(SIX, slack_steps=slack), 0, 0
+    for number, share in enumerate(chosen):
+        opens, closes = window(times, 0, number + 1, offset)
+        steps = opens + round(share * (closes - opens))
+        offset = next_offset(times, 0, number + 2, offset, steps)
+        assert 24 - slack <= steps <= 24 + slack
+        total += steps
+        assert total == 24 * (number + 1) + offset
+
+
+def test_a_round_waits_while_anybody_of_a_few_asks_for_time() -> None:
+    at = Window(10, 20)
+    assert is_put_off(at, [12, 12, 12], [False, True, False])
+    assert not is_put_off(at, [12, 12, 12], [False, False, False])
+    assert not is_put_off(at, [12, 20, 12], [False, True, False])
+
+
+def test_one_of_many_holds_nobody_back() -> None:
+    at = Window(10, 20)
+    assert not is_put_off(at, [12] * 16, [True] * 2 + [False] * 14)
+    assert is_put_off(at, [12] * 16, [True] * 3 + [False] * 13)
 
 
 def test_launches_keep_half_of_a_period_over_the_owned_fragments() -> None:

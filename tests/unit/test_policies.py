@@ -1,0 +1,184 @@
+import random
+from collections import Counter
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2pdiloco.protocol.calibration import Forecast
+from p2pdiloco.protocol.policies import (
+    Calibrated,
+    CostHistory,
+    Fixed,
+    Load,
+    Moment,
+    Policy,
+    Pressure,
+    PressureGate,
+    RandomMoment,
+    Tokens,
+    Verdict,
+    WorkloadAware,
+    decide,
+)
+
+share = st.floats(0, 1)
+pressures = st.builds(Pressure, link=share, serving=share, checkpoint=share, owner=share)
+SAFE = Forecast(
+    target_s=0.2, bound_s=0.15, quiet_bound_s=0.1, late=0.02, quiet_late=0.01, rate=10.0
+)
+RISKY = replace(SAFE, bound_s=0.4, late=0.31)
+
+
+def moment(**changes: Any) -> Moment:
+    """Half way through a window from step 10 to 30."""
+    usual = Moment(fragment=0, version=1, steps=20, tokens=20_000, opens=10, closes=30, step_s=1.0)
+    return replace(usual, **changes)
+
+
+def policies() -> list[Policy]:
+    history = CostHistory()
+    history.add(1.0)
+    return [
+        Fixed(),
+        Tokens(),
+        Load(),
+        PressureGate(),
+        WorkloadAware(),
+        WorkloadAware(cost=1.0),
+        Calibrated(),
+        Calibrated(history),
+        RandomMoment(random.Random(1)),
+    ]
+
+
+@given(
+    number=st.integers(0, len(policies()) - 1),
+    steps=st.integers(0, 60),
+    pressure=pressures,
+    loss_fall=st.floats(-5, 5),
+    staleness_s=st.floats(0, 1e5),
+    forecast=st.sampled_from([None, SAFE, RISKY]),
+)
+def test_every_policy_stays_within_the_window(number: int, **seen: Any) -> None:
+    at = moment(**seen)
+    verdict = decide(policies()[number], at)
+    if at.steps < at.opens:
+        assert not verdict.sync
+    if at.steps >= at.closes:
+        assert verdict.sync
+    assert verdict.wait_steps == (0 if verdict.sync else at.closes - at.steps)
+    assert verdict.reason
+
+
+def test_fixed_syncs_as_soon_as_it_may() -> None:
+    assert decide(Fixed(), moment(steps=9)) == Verdict(False, "9 of 10 steps are done", 21)
+    assert decide(Fixed(), moment(steps=10)) == Verdict(True, "10 steps are done")
+
+
+def test_tokens_wait_for_enough_of_them() -> None:
+    assert not decide(Tokens(30_000), moment()).sync
+    assert decide(Tokens(20_000), moment()).sync
+
+
+def test_the_gate_closes_at_the_highest_pressure_and_names_it() -> None:
+    verdict = decide(PressureGate(), moment(pressure=Pressure(link=0.2, owner=0.7)))
+    assert verdict == Verdict(False, "other programs is at 0.70, the limit 0.60", 10)
+
+
+def test_load_weighs_what_presses() -> None:
+    busy = moment(pressure=Pressure(link=1.0, serving=1.0, owner=1.0))
+    assert not decide(Load(), busy).sync
+    assert decide(Load(), moment(pressure=Pressure(link=1.0))).sync
+
+
+def test_progress_opens_and_pressure_closes_the_published_gate() -> None:
+    ahead = moment(loss_fall=0.05)
+    assert decide(WorkloadAware(), ahead).sync
+    assert not decide(WorkloadAware(), replace(ahead, pressure=Pressure(serving=0.9))).sync
+
+
+@given(loss_fall=st.floats(0, 0.1), pressure=pressures, older_s=st.floats(0, 1e4))
+def test_staleness_never_makes_a_sync_less_likely(
+    loss_fall: float, pressure: Pressure, older_s: float
+) -> None:
+    young = moment(loss_fall=loss_fall, pressure=pressure)
+    if decide(WorkloadAware(), young).sync:
+        assert decide(WorkloadAware(), replace(young, staleness_s=older_s)).sync
+
+
+def test_the_published_sign_of_staleness_holds_back_the_oldest_state() -> None:
+    old = moment(loss_fall=0.04, pressure=Pressure(serving=0.4), staleness_s=1800.0)
+    assert decide(WorkloadAware(), old).sync
+    assert not decide(WorkloadAware(staleness=-0.25), old).sync
+
+
+def test_a_sync_that_is_safe_comes_at_once() -> None:
+    history = CostHistory()
+    history.add(0.0)
+    verdict = decide(Calibrated(history), moment(forecast=SAFE))
+    assert verdict == Verdict(
+        True, "answers should stay below 150 ms during a sync, 200 are allowed"
+    )
+
+
+def test_an_unsafe_sync_waits_while_better_moments_may_be_expected() -> None:
+    history = CostHistory()
+    for cost in (0.0, 0.0, 3.0, 0.0) * 5:
+        history.add(cost)
+    verdict = decide(Calibrated(history), moment(forecast=RISKY))
+    assert not verdict.sync
+    assert verdict.reason.startswith("a sync now would make 3.00 answers late per second, 0.0")
+
+
+def test_an_unsafe_sync_comes_when_waiting_promises_no_better() -> None:
+    history = CostHistory()
+    for _ in range(20):
+        history.add(3.0)
+    assert decide(Calibrated(history), moment(forecast=RISKY)).sync
+
+
+def test_what_was_never_measured_is_left_to_the_gate() -> None:
+    verdict = decide(Calibrated(), moment(pressure=Pressure(serving=0.9)))
+    assert not verdict.sync
+    assert verdict.reason.startswith("no served answers were measured yet; serving is at 0.90")
+
+
+def test_the_reserve_is_the_value_of_the_stopping_problem() -> None:
+    history = CostHistory()
+    for cost in (0.0, 1.0):
+        history.add(cost)
+    assert [history.reserve(n) for n in range(4)] == [inf, 0.5, 0.25, 0.125]
+
+
+@given(costs=st.lists(st.floats(0, 10), min_size=1, max_size=50), chances=st.integers(1, 20))
+def test_more_chances_never_promise_worse(costs: list[float], chances: int) -> None:
+    history = CostHistory()
+    for cost in costs:
+        history.add(cost)
+    slack = 1e-9
+    assert history.reserve(chances + 1) <= history.reserve(chances) + slack
+    assert min(costs) - slack <= history.reserve(chances) <= sum(costs) / len(costs) + slack
+
+
+def test_spells_are_as_long_as_what_makes_them() -> None:
+    history = CostHistory()
+    for _ in range(5):
+        for cost in (0.0,) * 6 + (1.0,) * 4:
+            history.add(cost)
+    assert history.spell_s() == 5.0
+
+
+@pytest.mark.parametrize("fragment", [0, 3])
+def test_the_random_moment_is_anywhere_in_the_window(fragment: int) -> None:
+    policy, moments = RandomMoment(random.Random(1)), Counter[int]()
+    for version in range(1, 1001):
+        steps = 10
+        while not decide(policy, moment(fragment=fragment, version=version, steps=steps)).sync:
+            steps += 1
+        moments[steps] += 1
+    assert set(moments) == set(range(10, 31))
+    assert max(moments.values()) < 3 * 1000 / 21
