@@ -125,7 +125,7 @@ _LOAD_WEIGHTS = Pressure(link=0.5, serving=0.75, checkpoint=0.25, owner=0.75)
 
 
 def _weighted(pressure: Pressure, weights: Pressure = _LOAD_WEIGHTS) -> float:
-    return sum(map(operator.mul, astuple(pressure), astuple(weights)))
+    return float(sum(map(operator.mul, astuple(pressure), astuple(weights))))
 
 
 @dataclass(frozen=True, slots=True)
