@@ -1,18 +1,21 @@
-"""Who synchronizes: a weighted rendezvous order per term, and which of its candidates acts.
+"""Who synchronizes: a weighted rendezvous hash for each attempt at a term.
 
 A term is a lease of `term_merges` versions of a fragment, so it follows from the fragment's version
-and needs no agreement. The order of a term is the same on every node with the same view; nodes with
-different views reach different orders only until gossip converges, and fencing and lineage make
-that harmless (DESIGN 4). Weighted rendezvous hashing: Schindelhauer and Schomaker 2005, the
-logarithmic method; weights are powers of two of the uplink, so that measuring noise does not
-reshuffle.
+and needs no agreement. Whose turn an attempt is, is the same on every node with the same view.
+Since each attempt is drawn anew over all members, views that differ in one (one node has not heard
+of it yet, or still lists the dead) differ only in the attempts that this one wins: two members who
+know each other never take one attempt for theirs. Nodes with different views follow different
+synchronizers only until gossip converges, and fencing and lineage make that harmless (DESIGN 4).
+Weighted rendezvous hashing: Schindelhauer and Schomaker 2005, the logarithmic method; weights are
+powers of two of the uplink, so that measuring noise does not reshuffle.
 """
 
 import hashlib
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from functools import lru_cache
+from typing import NamedTuple
 
 from p2pdiloco.protocol.naming import PeerId
 
@@ -30,18 +33,33 @@ def term_of(version: int, term_merges: int) -> int:
     return (version - 1) // term_merges
 
 
-class Order:
-    """The candidates of a term, best first, as `peers`; deterministic in the set of `members`,
-    which are (peer, uplink in MB/s).
-
-    It is kept up to date as they come and go: in a large swarm somebody always does, and to sort
-    everybody anew for it would be most of a node's work.
+class Turn(NamedTuple):
+    """What is drawn for: an attempt at a term. `slot` tells apart those of a large swarm who
+    synchronize side by side.
     """
 
-    def __init__(self, run_id: str, term: int, members: Iterable[tuple[PeerId, float]]):
+    term: int
+    attempt: int
+    slot: int
+
+
+def slot_of(fragment: int, num_candidates: int) -> int:
+    """Fragments are shared out over as many synchronizers as the swarm has room for."""
+    return fragment % (1 + num_candidates // SHARE_MEMBERS)
+
+
+class Order:
+    """The candidates of a turn as `peers`: the first is to act. Deterministic in the set of
+    `members`, which are (peer, uplink in MB/s).
+
+    It is kept up to date as they come and go: in a large swarm somebody always does, and to draw
+    for everybody anew would be most of a node's work.
+    """
+
+    def __init__(self, run_id: str, turn: Turn, members: Iterable[tuple[PeerId, float]]):
         self.run_id = run_id
-        self.term = term
-        self._keys = {peer: _key(run_id, term, peer, weight(uplink)) for peer, uplink in members}
+        self.turn = turn
+        self._keys = {peer: _key(run_id, turn, peer, weight(uplink)) for peer, uplink in members}
         self._ranked = sorted(self._keys.values())
         self.peers = [peer for _, peer in self._ranked]
 
@@ -51,7 +69,7 @@ class Order:
             place = bisect_left(self._ranked, kept)
             del self._ranked[place], self.peers[place]
         if uplink_mb_s is not None:
-            key = self._keys[peer] = _key(self.run_id, self.term, peer, weight(uplink_mb_s))
+            key = self._keys[peer] = _key(self.run_id, self.turn, peer, weight(uplink_mb_s))
             place = bisect_left(self._ranked, key)
             self._ranked.insert(place, key)
             self.peers.insert(place, peer)
@@ -64,24 +82,9 @@ def weight(uplink_mb_s: float) -> float:
 
 
 @lru_cache(maxsize=SCORES_KEPT)
-def _key(run_id: str, term: int, peer: PeerId, weight: float) -> tuple[float, PeerId]:
+def _key(run_id: str, turn: Turn, peer: PeerId, weight: float) -> tuple[float, PeerId]:
     """The smaller, the better."""
-    digest = hashlib.blake2b(f"{run_id}/{term}/{peer}".encode(), digest_size=8).digest()
+    drawn = f"{run_id}/{turn.term}/{turn.attempt}/{turn.slot}/{peer}"
+    digest = hashlib.blake2b(drawn.encode(), digest_size=8).digest()
     uniform = (int.from_bytes(digest, "big") + 0.5) / 2.0**64
     return weight / math.log(uniform), peer
-
-
-def candidate(candidates: Sequence[PeerId], fragment: int, attempt: int) -> PeerId:
-    """Fragments are shared out over the first candidates; attempt k moves on by k places."""
-    share = 1 + len(candidates) // SHARE_MEMBERS
-    return candidates[(fragment % share + attempt) % len(candidates)]
-
-
-def first_attempt(
-    candidates: Sequence[PeerId], fragment: int, at_least: int, alive: Callable[[PeerId], bool]
-) -> int:
-    """The first attempt from `at_least` on whose candidate is alive; `at_least` if none is."""
-    for attempt in range(at_least, at_least + len(candidates)):
-        if alive(candidate(candidates, fragment, attempt)):
-            return attempt
-    return at_least

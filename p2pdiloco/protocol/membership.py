@@ -233,12 +233,6 @@ class Membership:
         """Those of the voices that can contribute."""
         return [(m, h) for m, h in self.voices(now, at_most) if h.ready]
 
-    def candidates(self) -> list[tuple[PeerId, float]]:
-        """(peer, uplink MB/s) of all that could synchronize, as far as anybody has told. Costs a
-        look at every member.
-        """
-        return [(peer, m.uplink_mb_s) for peer, m in self.members.items() if m.ready and not m.left]
-
     def candidate(self, peer: PeerId) -> float | None:
         """The uplink of one that could synchronize; None for all others."""
         member = self.members.get(peer)

@@ -62,6 +62,8 @@ class Register:
     fence: tuple[int, int] = (0, 0)
     offer: Offer | None = None
     round: Round | None = None
+    opened_at: float = float("-inf")
+    """When we opened a round of it last: one whose rounds fail must not keep the others waiting."""
     pursuit: Pursuit | None = None
     asked: PeerId | None = None
     asked_after: int = 0

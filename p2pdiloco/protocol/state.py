@@ -44,6 +44,12 @@ The rarest are counted together.
 OTHER_REASONS = "other reasons"
 ORDERS_AT_ONCE_MAX = 250
 """Members up to which a change of the candidates changes their orders before the next heartbeat."""
+ORDERS_KEPT = 4
+"""For each fragment: of the present attempt, and of those of its deputies."""
+DEAD_ENDS_MAX = 8
+"""Attempts in a row that fall to nobody of use before the next best of the last one acts: where
+nearly all have died, most attempts would fall to the dead.
+"""
 NUM_DEPUTIES = 2
 """Candidates that a synchronizer tells of itself with each heartbeat, since they act when it is
 silent; hearsay about it would be late in a large swarm, and two would act at once.
@@ -129,8 +135,9 @@ class NodeState:
     """Whether there was a state of every fragment already; it may be replaced, but not lost."""
     _standing: tuple[int, float | None] | None = None
     """What the orders follow from: see `renew`."""
-    _orders: dict[int, election.Order] = field(default_factory=dict)
-    """Candidates by term."""
+    _candidates: dict[PeerId, float] = field(default_factory=dict)
+    """Who could synchronize, and its uplink in MB/s."""
+    _orders: dict[election.Turn, election.Order] = field(default_factory=dict)
     _posts: dict[int, tuple[int, tuple[int, int], Post]] = field(default_factory=dict)
     """By fragment: the version and the fence of our register that the post follows from, and it."""
 
@@ -222,19 +229,21 @@ class NodeState:
         if standing == self._standing:
             return False
         self._standing = standing
-        self._keep_orders([*self.membership.changed, self.me])
+        for peer in (*self.membership.changed, self.me):
+            self._put(peer)
         self.membership.changed.clear()
         self._posts.clear()
         return True
 
-    def _keep_orders(self, changed: Sequence[PeerId]) -> None:
-        """Those of the present terms: of others none is asked for often."""
-        terms = [election.term_of(r.version + 1, self.config.term_merges) for r in self.registers]
-        self._orders = {term: self._orders[term] for term in terms if term in self._orders}
+    def _put(self, peer: PeerId) -> None:
+        """Somebody came, left, or has another uplink."""
+        mine = self.uplink_mb_s if self.ready else None
+        uplink_mb_s = mine if peer == self.me else self.membership.candidate(peer)
+        self._candidates.pop(peer, None)
+        if uplink_mb_s is not None:
+            self._candidates[peer] = uplink_mb_s
         for order in self._orders.values():
-            for peer in changed:
-                mine = self.uplink_mb_s if self.ready else None
-                order.put(peer, mine if peer == self.me else self.membership.candidate(peer))
+            order.put(peer, uplink_mb_s)
 
     def review_posts(self) -> None:
         """Who was passed over because it seemed dead or idle may be of use again."""
@@ -243,15 +252,18 @@ class NodeState:
             if kept and kept[2][2] > register.attempt_in(kept[2][1]):
                 del self._posts[register.index]
 
-    def candidates(self, term: int) -> Sequence[PeerId]:
-        if term not in self._orders:
-            known = self.membership.candidates()
-            if self.ready:
-                known.append((self.me, self.uplink_mb_s))
-            self._orders[term] = election.Order(self.config.run_id, term, known)
-            if len(self._orders) > 2 * len(self.registers):
+    def candidates(self, fragment: int, term: int, attempt: int) -> Sequence[PeerId]:
+        """Who is to synchronize in this attempt, and who comes next if the attempt falls to none of
+        use.
+        """
+        slot = election.slot_of(fragment, len(self._candidates))
+        turn = election.Turn(term, attempt, slot)
+        if turn not in self._orders:
+            order = election.Order(self.config.run_id, turn, self._candidates.items())
+            self._orders[turn] = order
+            if len(self._orders) > ORDERS_KEPT * len(self.registers):
                 del self._orders[next(iter(self._orders))]
-        return self._orders[term].peers
+        return self._orders[turn].peers
 
     def attempt(self, register: Register) -> int:
         """The highest attempt seen at the next version of a fragment."""
@@ -270,26 +282,28 @@ class NodeState:
 
     def _find_post(self, register: Register) -> Post:
         term = election.term_of(register.version + 1, self.config.term_merges)
-        order = self.candidates(term)
-        if not order:
-            return None, term, 0
         seen = register.attempt_in(term)
-        attempt = election.first_attempt(order, register.index, seen, self.is_of_use)
-        return election.candidate(order, register.index, attempt), term, attempt
+        if not self._candidates:
+            return None, term, seen
+        attempts = range(seen, seen + DEAD_ENDS_MAX)
+        for attempt in attempts:
+            first = self.candidates(register.index, term, attempt)[0]
+            if self.is_of_use(first):
+                return first, term, attempt
+        order = self.candidates(register.index, term, attempts[-1])
+        return next(filter(self.is_of_use, order), order[0]), term, attempts[-1]
 
     def deputies(self, register: Register) -> list[PeerId]:
         """Who comes next when the synchronizer of the next version falls silent."""
         _, term, attempt = self.post(register)
-        order = self.candidates(term)
-        places = range(attempt + 1, attempt + 1 + min(NUM_DEPUTIES, len(order)))
-        return [election.candidate(order, register.index, place) for place in places]
+        return [
+            self.candidates(register.index, term, attempt + 1 + k)[0] for k in range(NUM_DEPUTIES)
+        ]
 
     def is_turn_of(self, peer: PeerId, round_id: RoundId) -> bool:
         """Whether `peer` is the candidate for this attempt, as seen from here."""
-        order = self.candidates(round_id.term)
-        return bool(order) and peer == election.candidate(
-            order, round_id.fragment, round_id.attempt
-        )
+        order = self.candidates(round_id.fragment, *round_id.fence)
+        return bool(order) and peer == order[0]
 
     def local_steps(self, register: Register) -> int:
         return register.steps if register.installed == register.version else 0

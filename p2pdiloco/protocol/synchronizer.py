@@ -152,7 +152,7 @@ class Synchronizer:
         if not due:
             self.explanation = "no fragment is due yet"
             return
-        self._open(min(due, key=lambda r: (r.version, r.index)))
+        self._open(min(due, key=lambda r: (r.opened_at, r.version, r.index)))
 
     def _is_due(self, register: Register, ready: Sequence[tuple[Member, Heartbeat]]) -> bool:
         steps = self.node.all_steps(register, ready)
@@ -178,7 +178,7 @@ class Synchronizer:
             opened=node.now,
             gather_deadline=node.now + max(GATHER_MIN_S, 4 * overlap_s),
         )
-        self.last_launch = node.now
+        self.last_launch = register.opened_at = node.now
         message = RoundOpened(round_id, chain.digest)
         for peer in invited:
             if peer != node.me:

@@ -60,7 +60,7 @@ class Cluster:
     replaces the next one that fails (rigid). Afterwards an elastic job makes a stop of its own for
     it, and a rigid one hands it back.
     """
-    scale_down_s: float = 17.5
+    scale_down_s: float = 18.0
     """Mean stop of an elastic job after a failure: it notices, and goes on with the other slices,
     which hold the whole state.
     """

@@ -5,13 +5,7 @@ from collections.abc import Iterable
 import pytest
 from protocol_builders import RUN
 
-from p2pdiloco.protocol.election import (
-    SHARE_MEMBERS,
-    Order,
-    candidate,
-    first_attempt,
-    term_of,
-)
+from p2pdiloco.protocol.election import SHARE_MEMBERS, Order, Turn, slot_of, term_of
 from p2pdiloco.protocol.naming import PeerId
 
 PEERS = [PeerId(f"peer{i}") for i in range(10)]
@@ -19,8 +13,10 @@ EQUAL = [(peer, 1.0) for peer in PEERS]
 TERMS = range(1000)
 
 
-def order(run_id: str, term: int, members: Iterable[tuple[PeerId, float]]) -> tuple[PeerId, ...]:
-    return tuple(Order(run_id, term, members).peers)
+def order(
+    run_id: str, term: int, members: Iterable[tuple[PeerId, float]], attempt: int = 0, slot: int = 0
+) -> tuple[PeerId, ...]:
+    return tuple(Order(run_id, Turn(term, attempt, slot), members).peers)
 
 
 def test_a_term_is_a_lease_of_some_merges() -> None:
@@ -64,7 +60,7 @@ def test_one_that_leaves_moves_nobody_else() -> None:
 
 
 def test_an_order_that_was_kept_up_to_date_is_the_one_made_anew() -> None:
-    rng, kept, members = random.Random(0), Order(RUN, 0, EQUAL), dict(EQUAL)
+    rng, kept, members = random.Random(0), Order(RUN, Turn(0, 0, 0), EQUAL), dict(EQUAL)
     for _ in range(100):
         peer, uplink = rng.choice(PEERS), rng.choice((None, 0.0, 1.0, 4.0))
         kept.put(peer, uplink)
@@ -74,22 +70,20 @@ def test_an_order_that_was_kept_up_to_date_is_the_one_made_anew() -> None:
         assert tuple(kept.peers) == order(RUN, 0, members.items())
 
 
-def test_each_attempt_is_the_next_candidates() -> None:
-    small = PEERS[: SHARE_MEMBERS - 1]
-    assert [candidate(small, 3, attempt) for attempt in (0, 1, 7)] == [small[0], small[1], small[0]]
+def test_attempts_and_slots_are_drawn_anew() -> None:
+    firsts = {order(RUN, 0, EQUAL, attempt, slot)[0] for attempt in range(10) for slot in range(10)}
+    assert firsts == set(PEERS)
 
 
-def test_fragments_are_shared_out_in_a_large_swarm() -> None:
-    large = [PeerId(str(i)) for i in range(3 * SHARE_MEMBERS)]
-    assert [candidate(large, fragment, 0) for fragment in range(5)] == ["0", "1", "2", "3", "0"]
+def test_two_who_know_each_other_never_take_one_attempt_for_theirs() -> None:
+    rng = random.Random(0)
+    for attempt in range(200):
+        one, other, *rest = rng.sample(EQUAL, len(EQUAL))
+        views = [[one, other, *rng.sample(rest, rng.randint(0, len(rest)))] for _ in range(2)]
+        firsts = [order(RUN, 0, view, attempt)[0] for view in views]
+        assert firsts != [one[0], other[0]]
 
 
-def test_the_dead_are_passed_over() -> None:
-    alive = {PEERS[2], PEERS[3]}.__contains__
-    assert first_attempt(PEERS[:4], 0, 0, alive) == 2
-    assert first_attempt(PEERS[:4], 0, 3, alive) == 3
-    assert first_attempt(PEERS[:4], 0, 4, alive) == 6
-
-
-def test_with_nobody_alive_the_attempt_stays() -> None:
-    assert first_attempt(PEERS, 0, 5, lambda _: False) == 5
+def test_fragments_are_shared_out_in_a_large_swarm_only() -> None:
+    assert {slot_of(fragment, SHARE_MEMBERS - 1) for fragment in range(5)} == {0}
+    assert [slot_of(fragment, 3 * SHARE_MEMBERS) for fragment in range(5)] == [0, 1, 2, 3, 0]

@@ -196,8 +196,8 @@ def test_candidates_stay_in_the_order_when_they_fall_silent() -> None:
     members = view(B)
     members.heard(C, make_heartbeat(1, ready=False), 0)
     members.meet(D, 0)
-    assert members.candidates() == [(B, 1.0)]
-    assert (members.alive(100), members.candidates()) == ([], [(B, 1.0)])
+    assert [members.candidate(peer) for peer in (B, C, D)] == [1.0, None, None]
+    assert (members.alive(100), members.candidate(B)) == ([], 1.0)
 
 
 # -------------------------------------------------------------------- large swarms
@@ -206,9 +206,9 @@ def test_candidates_stay_in_the_order_when_they_fall_silent() -> None:
 def test_what_others_say_of_a_member_makes_it_a_candidate() -> None:
     members = view()
     members.heard(B, make_heartbeat(1, sightings=(Sighting(C, 1, 1, ready=True),)), 0)
-    assert sorted(peer for peer, _ in members.candidates()) == [B, C]
+    assert (members.candidate(B), members.candidate(C)) == (1.0, 0.0)
     members.heard(C, make_heartbeat(2, ready=False), 1)
-    assert [peer for peer, _ in members.candidates()] == [B]
+    assert (members.candidate(B), members.candidate(C)) == (1.0, None)
 
 
 def test_the_revision_grows_only_when_other_candidates_may_follow() -> None:

@@ -92,8 +92,8 @@ def test_heartbeats_keep_their_interval() -> None:
 def test_the_synchronizer_hears_at_once_that_a_round_is_due_here() -> None:
     script = training(B, C)
     register = script.node.state.registers[1]
-    register.fence = (0, 0 if script.node.state.post(register)[0] != A else 1)
-    synchronizer = script.node.state.post(register)[0]
+    while (synchronizer := script.node.state.post(register)[0]) == A:
+        register.fence = (0, register.fence[1] + 1)
     told = heartbeats(script, *[events.StepsDone(1, 100, 1.0)] * 12)
     assert synchronizer in [peer for peer, heartbeat in told if heartbeat.local_steps[1] == 12]
 
@@ -196,11 +196,11 @@ def test_who_leaves_a_large_swarm_tells_some() -> None:
 
 def test_the_orders_of_a_large_swarm_are_renewed_with_the_heartbeats() -> None:
     script = training(*crowd(2 * ORDERS_AT_ONCE_MAX))
-    before = [*script.node.state.candidates(0)]
+    before = [*script.node.state.candidates(0, 0, 0)]
     script.hear(D, make_heartbeat(1))
-    assert script.node.state.candidates(0) == before
+    assert script.node.state.candidates(0, 0, 0) == before
     script.wait(6.0)
-    assert D in script.node.state.candidates(0)
+    assert D in script.node.state.candidates(0, 0, 0)
 
 
 # -------------------------------------------------------------------- conditions
