@@ -497,7 +497,9 @@ class Holdings:
         earlier = {version: record.pack() for version, record in records.items()}
         made = earlier.pop(state.version, None)
         wanted = {record.version: record.pack() for record in following}
-        self.store.restart_log(state, made, earlier, wanted)
+        missed = self._missed[state.fragment]
+        self.store.restart_log(state, made, earlier, wanted, missed)
+        missed.clear()
         self._adopting.pop(state.fragment, None)
 
     def _snapshot_log(self, state: FragmentState, record: bytes, leased: Sequence[int]) -> None:

@@ -169,15 +169,17 @@ class Store:
         record: bytes | None,
         earlier: Mapping[int, bytes],
         following: Mapping[int, bytes],
+        missed: Mapping[int, bytes] = MappingProxyType({}),
     ) -> None:
         """Begin the log anew at this state: another lineage has won, or the own state was damaged.
 
-        Of what is here, what lies on the lineage stays: records below those of `earlier`, and
-        merges that `following` has the records of, by version. A crash leaves the log as it was, or
-        this state.
+        Of what is here and was `missed`, what lies on the lineage stays: records below those of
+        `earlier`, and merges that `following` has the records of, by version. A crash leaves the
+        log as it was, or this state.
         """
         p = state.fragment
-        older = {v: r for v, r in self._records(p).items() if v < min(earlier, default=0)}
+        known = self._records(p) | dict(missed)
+        older = {v: r for v, r in known.items() if v < min(earlier, default=0)}
         self._save_records(p, older | dict(earlier))
         kept = self._entry(p, state.version, "snapshot")
         if kept is None or kept.digest != state.digest or kept.record != (record or b""):

@@ -47,25 +47,35 @@ class FragmentLog:
     """One fragment on disk: snapshots now and then, the merges since the oldest kept one, and the
     records of older ones.
 
-    It has a `gap` after something could not be written: the next write begins anew.
+    It has a `gap` after something could not be written: the next write begins anew. The records of
+    merges that it `missed` are in memory until then.
     """
 
     snapshots: list[Snapshot] = field(default_factory=list)
     merges: dict[int, Record] = field(default_factory=dict)
     records: dict[int, Record] = field(default_factory=dict)
     gap: bool = False
+    missed: dict[int, Record] = field(default_factory=dict)
+
+    def miss(self, records: Sequence[Record]) -> None:
+        """The disk did not take these."""
+        self.gap = True
+        self.missed |= {record.version: record for record in records}
 
     def put_snapshot(
         self, state: State, vouching: Sequence[Record], following: Sequence[Record] = ()
     ) -> None:
         """Begins anew from a snapshot: of what was here, what lies on its lineage stays."""
         first = vouching[0].version if vouching else 0
-        self.records = {v: r for v, r in self.records.items() if v < first}
+        self.records = {v: r for v, r in (self.records | self.missed).items() if v < first}
         self.records |= {record.version: record for record in vouching}
         wanted = {record.digest for record in following}
         self.merges = {v: r for v, r in self.merges.items() if r.digest in wanted}
         self.snapshots = [Snapshot(state, vouching[-1] if vouching else None)]
-        self.gap = False
+        self.forget_gap()
+
+    def forget_gap(self) -> None:
+        self.gap, self.missed = False, {}
 
     def put_merge(self, record: Record, state: State) -> None:
         if self.gap:
@@ -142,4 +152,4 @@ class Disk:
         """What waited to be written is gone."""
         self.waiting, self.free_at = 0, 0.0
         for log in self.fragments:
-            log.gap = False
+            log.forget_gap()

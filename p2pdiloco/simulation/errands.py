@@ -168,7 +168,7 @@ class Errands:
         machine.replica[p], machine.newest[p] = state, record
         log = machine.disk.fragments[p]
         if not self.world.write(machine, lambda: log.put_merge(record, state)):
-            log.gap = True
+            log.miss((record,))
 
     # ---------------------------------------------------------------- records
 
@@ -327,7 +327,7 @@ class Errands:
         log = machine.disk.fragments[p]
         vouching, following = catch_up.vouching, catch_up.records
         if not self.world.write(machine, lambda: log.put_snapshot(state, vouching, following)):
-            log.gap = True
+            log.miss(vouching)
         return state
 
     def _fails(

@@ -241,6 +241,15 @@ def test_merges_of_the_same_lineage_outlive_a_restart_of_the_log(store: Store) -
     assert loaded(store) == (8, [9, 10])
 
 
+def test_a_restarted_log_has_the_records_that_a_full_disk_refused(store: Store) -> None:
+    fill(store, 3)
+    missed = {4: record_at(4), 5: record_at(5), 6: b"of another lineage", 8: b"of another lineage"}
+    known = {6: record_at(6), 7: record_at(7)}
+    store.restart_log(state_at(8), record_at(8), known, {}, missed)
+    found = store.load(0)
+    assert found and found.earlier == tuple(record_at(v) for v in range(1, 8))
+
+
 def test_a_crash_while_the_log_restarts_leaves_the_old_or_the_new_state(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
