@@ -32,6 +32,11 @@ RETRY_PAUSE_S = 0.25
 STALLED_S = 2.0
 """Without a byte: a donor that waits for work asks for that chunk too."""
 
+SILENT_SHARE = 1 / 3
+"""Of the time that a chunk is under way; a shorter silence is no stall. On a slow line full of
+other bytes a connection may rest for some seconds, and to ask again costs the line a chunk.
+"""
+
 PATIENCE_S = 1.0
 """A chunk younger than this is never asked for twice, however fast the waiting donor is."""
 
@@ -177,9 +182,10 @@ class _Download:
         return min(late)[1] if late else None
 
     def _is_late(self, under_way: _UnderWay, donor: str, now: float) -> bool:
-        stalled = now - under_way.progress_at > STALLED_S
+        under_way_s = now - under_way.started_at
+        stalled = now - under_way.progress_at > max(STALLED_S, SILENT_SHARE * under_way_s)
         typical_s = self._typical_s.get(donor)
-        slow = typical_s is not None and now - under_way.started_at > max(PATIENCE_S, 2 * typical_s)
+        slow = typical_s is not None and under_way_s > max(PATIENCE_S, 2 * typical_s)
         return stalled or slow
 
     async def _wait_for_change(self) -> None:

@@ -107,6 +107,27 @@ def test_moving_donors_are_not_asked_twice_on_a_slow_line() -> None:
     assert donors.asked.total() == 12
 
 
+def test_a_rest_in_a_long_fetch_is_no_stall() -> None:
+    donors = Donors({"a": 0.095, "resting": 0.05})
+    steps = iter(range(1000))
+
+    async def fetch(
+        donor: str, start: int, place: memoryview, progress: Callable[[], None]
+    ) -> None:
+        def rest() -> None:
+            if donor == "a" or next(steps) % 4 > 1:
+                progress()
+
+        await donors.fetch(donor, start, place, rest)
+
+    body = Gathering(len(DATA))
+    body.data[:MB] = DATA[:MB]
+    body.add_kept([(0, MB)])
+    run_virtual(gather_chunks(["a", "resting"], body, fetch))
+    assert body.data == DATA
+    assert donors.asked.total() == 11
+
+
 def test_a_donor_without_the_bytes_is_asked_once_per_worker() -> None:
     donors = Donors({"empty": 1, "b": 1})
     donors.breaks["empty"] = PeerError("404 not kept here")
