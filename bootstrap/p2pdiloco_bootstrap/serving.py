@@ -17,6 +17,8 @@ from pathlib import Path
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from p2pdiloco.protocol.uplink import Uplink
+
 
 @dataclass(frozen=True, slots=True)
 class FilePart:
@@ -57,8 +59,11 @@ connection in a task that copies this context."""
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes of bodies by kind ("state", "message", ...); headers and encryption come on top."""
+    """Bytes of bodies by kind ("state", "message", ...); headers and encryption come on top. And
+    how fast bodies may leave.
+    """
 
+    uplink: Uplink = field(default_factory=Uplink)
     up: Counter[str] = field(default_factory=Counter)
     down: Counter[str] = field(default_factory=Counter)
     refused_messages: int = 0
@@ -105,7 +110,7 @@ async def send_body(
     headers: dict[str, str] | None = None,
 ) -> web.StreamResponse:
     """Answers with `body`, or the part that a Range header asks for, in chunks."""
-    source = await _open(body)
+    loop, source = asyncio.get_running_loop(), await _open(body)
     try:
         start, stop = _asked_range(request, source.num_bytes)
         response = web.StreamResponse(status=206 if "Range" in request.headers else 200)
@@ -115,11 +120,14 @@ async def send_body(
         if response.status == 206:
             response.headers["Content-Range"] = f"bytes {start}-{stop - 1}/{source.num_bytes}"
         await response.prepare(request)
-        for offset in range(start, stop, CHUNK_BYTES):
-            chunk = await source.read(offset, min(offset + CHUNK_BYTES, stop))
+        while start < stop:
+            size = traffic.uplink.write_bytes(CHUNK_BYTES)
+            chunk = await source.read(start, min(start + size, stop))
+            await asyncio.sleep(traffic.uplink.wait_s(len(chunk), loop.time()))
             async with asyncio.timeout(WRITE_TIMEOUT_S):
                 await response.write(chunk)
             traffic.up[kind] += len(chunk)
+            start += len(chunk)
         await response.write_eof()
     except (ConnectionError, TimeoutError) as error:  # the receiver went away, or takes no data
         log.debug("%s does not take %s to the end: %s", sender(), request.path, error)

@@ -110,5 +110,6 @@ async def keep_house(
         await holdings.measure_disk(directory)
         sent = traffic.up.total()
         rate_mb_s = (sent - sent_before) / HOUSEKEEPING_S / 1e6
-        state.uplink_mb_s = max(rate_mb_s, 0.98 * state.uplink_mb_s)
+        carried_mb_s = (traffic.uplink.carried or 0.0) / 1e6
+        state.uplink_mb_s = max(rate_mb_s, carried_mb_s, 0.98 * state.uplink_mb_s)
         sent_before = sent

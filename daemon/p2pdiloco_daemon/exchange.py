@@ -127,14 +127,21 @@ class Exchange:
         if len(message) > MESSAGE_BYTES_MAX:
             raise ValueError(f"a message has at most {MESSAGE_BYTES_MAX} bytes, got {len(message)}")
         timeout = aiohttp.ClientTimeout(total=MESSAGE_TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S)
-        url = self._url(peer, "/v1/message")
-        async with (
-            _asking(peer),
-            self._session.post(
-                url, data=message, timeout=timeout, allow_redirects=False
-            ) as response,
-        ):
-            await _require_success(peer, response)
+        url, now = self._url(peer, "/v1/message"), asyncio.get_running_loop().time
+        started, uplink = now(), self._traffic.uplink
+        try:
+            async with (
+                _asking(peer),
+                self._session.post(
+                    url, data=message, timeout=timeout, allow_redirects=False
+                ) as response,
+            ):
+                await _require_success(peer, response)
+        except Unreachable:
+            if now() >= started + MESSAGE_TIMEOUT_S:
+                uplink.round_trip(peer, MESSAGE_TIMEOUT_S, now())
+            raise
+        uplink.round_trip(peer, now() - started, now())
         self._traffic.up["message"] += len(message)
 
     async def spec(self, peer: str) -> bytes:

@@ -331,6 +331,7 @@ class Reporter:
         return view.Traffic(
             sent_bytes=up.total(),
             received_bytes=down.total(),
+            upload_limit_bytes_per_s=self.traffic.uplink.rate,
             by_kind={
                 kind: view.ByteCount(sent_bytes=up[kind], received_bytes=down[kind])
                 for kind in sorted(up.keys() | down.keys())

@@ -16,6 +16,7 @@ import pytest
 from yarl import URL
 
 from p2pdiloco.errors import PeerError, UserError
+from p2pdiloco.protocol.uplink import Uplink
 from p2pdiloco.spec import (
     GenesisSpec,
     RunSpec,
@@ -185,6 +186,18 @@ def test_a_message_arrives_with_its_authenticated_sender(swarm: Swarm, nodes: li
     swarm.run(a.exchange.send(b.peer, b"hello"))
     assert b.inbox == [(a.peer, b"hello")]
     assert (a.traffic.up["message"], b.traffic.down["message"]) == (before[0] + 5, before[1] + 5)
+
+
+def test_bodies_leave_through_the_bucket_and_messages_do_not(
+    swarm: Swarm, nodes: list[Node]
+) -> None:
+    a, b, *_ = nodes
+    uplink = b.traffic.uplink = Uplink(rate=1e9)
+    assert swarm.run(a.exchange.get(b.peer, MERGE, len(DATA))) == DATA
+    assert sum(size for _, size in uplink._sent) == len(DATA)
+    swarm.run(b.exchange.send(a.peer, b"hello"))
+    assert sum(size for _, size in uplink._sent) == len(DATA)
+    assert list(uplink._best) == [a.peer]
 
 
 def test_a_full_inbox_says_busy(swarm: Swarm, nodes: list[Node]) -> None:

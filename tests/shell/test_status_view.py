@@ -45,7 +45,7 @@ term
 tokens.adds_up tokens.lost.crash tokens.lost_total tokens.merged tokens.pending tokens.processed
 tokens.rejected.late tokens.rejected_total tokens.unit
 traffic.by_kind.merge.received_bytes traffic.by_kind.merge.sent_bytes
-traffic.received_bytes traffic.sent_bytes
+traffic.received_bytes traffic.sent_bytes traffic.upload_limit_bytes_per_s
 uptime_s
 """
 

@@ -151,6 +151,11 @@ def _machine(status: Status) -> Iterator[_Family]:
     )
     yield _counter("sent_bytes_total", "Bytes sent to peers.", traffic.sent_bytes)
     yield _counter("received_bytes_total", "Bytes received from peers.", traffic.received_bytes)
+    yield _gauge(
+        "upload_limit_bytes_per_second",
+        "Bodies leave no faster, for the sake of messages; absent while nothing limits them.",
+        traffic.upload_limit_bytes_per_s,
+    )
     yield _by_label("sent_by_kind_bytes_total", "Bytes sent, by purpose.", "kind", sent)
     yield _by_label("received_by_kind_bytes_total", "Bytes received, by purpose.", "kind", received)
     milliseconds = {"p50": lag.p50_ms, "p99": lag.p99_ms, "max": lag.max_ms}

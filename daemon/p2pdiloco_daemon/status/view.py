@@ -222,6 +222,10 @@ class Traffic:
     received_bytes: int = 0
     by_kind: Mapping[str, ByteCount] = field(default_factory=dict)
     """What the bytes were for ("message", "contribution", "merge", "state", ...)."""
+    upload_limit_bytes_per_s: float | None = None
+    """Bodies leave no faster, so that messages are not stuck behind them; None while the link was
+    never full.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

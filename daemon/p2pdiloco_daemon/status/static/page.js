@@ -279,7 +279,8 @@ const speedSamples = [];
 
 function drawTraffic(status) {
   const { traffic } = status;
-  const up = rate("sent_bytes", traffic);
+  const limit = traffic.upload_limit_bytes_per_s;
+  const up = rate("sent_bytes", traffic) + (limit === null ? "" : `, bodies at most ${bytes(limit)}/s`);
   const down = rate("received_bytes", traffic);
   speedSamples.push({ at: performance.now(), ...traffic });
   while (speedSamples.length > 6) speedSamples.shift();
