@@ -172,7 +172,7 @@ async def _be_a_peer(directory: Path) -> None:
         served, fetched = (Holdings(_empty_replica(), store, worker, disk) for store in stores)
         for state in _states():
             served.replica.put(state)
-            await served.on_disk(served.store.save_snapshot, state, None)
+            await served.disk.run(served.store.save_snapshot, state, None)
         options = HostOptions(identity_path=directory / "peer.key", listen=("127.0.0.1", 0))
         host = await stack.enter_async_context(open_host(options))
         application = exchange_application(_Shelf(served), traffic)

@@ -205,7 +205,7 @@ async def _take_part(ground: Ground, signed: SignedSpec) -> None:
         store = stack.enter_context(Store(place.directory, len(fragments), is_locked=True))
         holdings = Holdings(replica_of(signed.spec, fragments), store, worker, disk)
         board.sentence = "Reading what is on disk."
-        node = await holdings.on_disk(wake_up, holdings, signed, ground.identity, place, now())
+        node = await holdings.disk.run(wake_up, holdings, signed, ground.identity, place, now())
         tasks = await stack.enter_async_context(_tasks())
         shell = NodeShell(node, holdings, ground.exchange, tasks)
         shelf = NodeShelf(signed.pack(), node, holdings)

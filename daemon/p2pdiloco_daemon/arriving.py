@@ -1,117 +1,81 @@
-"""A state of which not all has arrived yet, on disk.
+"""States that are being fetched: what has arrived outlives failed fetches and the process."""
 
-    VERSION.part     its bytes, each chunk in its place
-    VERSION.chunks   which chunks those are, with their digests
-
-Unlike the files of the log it must survive a crash but is of no use half: each chunk is written
-into its place, then its digest is noted; what was noted and does not read is fetched again.
-
-All calls block.
-"""
-
-import hashlib
 import logging
-import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from p2pdiloco.errors import StoreError
-from p2pdiloco_daemon.files import disk_access, read_small, versioned, versions_in
-from p2pdiloco_daemon.replica import Buffer
+from p2pdiloco.protocol.events import SnapshotInfo
+from p2pdiloco_daemon.disk_queue import DiskQueue
+from p2pdiloco_daemon.fetch import Gathering
+from p2pdiloco_daemon.part_files import PartFiles, PartInfo
 
 logger = logging.getLogger(__name__)
 
-_HEAD = struct.Struct("<4sQ32s")
-"""Begins VERSION.chunks: magic, bytes of the whole, digest of the state."""
-_MAGIC = b"PDP1"
-_NOTE = struct.Struct("<QI16s")
-"""Follows for each chunk: its offset, its bytes, its digest."""
-
 
 @dataclass(frozen=True, slots=True)
-class PartInfo:
-    """A state of which something has arrived."""
+class Arriving:
+    """A state that is being fetched, or was when the donors failed or this node died."""
 
-    version: int
-    state_digest: str
-    num_bytes: int
+    part: PartInfo
+    body: Gathering
 
 
-class PartFiles:
-    """At most one arriving state in each fragment's folder."""
+class Arrivals:
+    """What is here of states that are being fetched. On disk it grows with them."""
 
-    def __init__(self, folders: Sequence[Path]) -> None:
-        self._folders = folders
+    def __init__(self, files: PartFiles, disk: DiskQueue) -> None:
+        self._files = files
+        self._disk = disk
+        self._arriving: dict[int, Arriving] = {}
 
-    def begin(self, fragment: int, part: PartInfo) -> None:
-        """Keep chunks of this state from now on, and of no other state of the fragment."""
-        self.drop(fragment)
-        notes = self._notes(fragment, part.version)
-        digest = bytes.fromhex(part.state_digest)
-        with disk_access(notes):
-            self._body(fragment, part.version).touch()
-            notes.write_bytes(_HEAD.pack(_MAGIC, part.num_bytes, digest))
-
-    def save_chunk(self, fragment: int, version: int, offset: int, chunk: Buffer) -> None:
-        """Keep a chunk of the state that was begun. Not synced: a power cut costs a second fetch
-        of what did not get there.
+    async def gathering(self, fragment: int, part: PartInfo) -> Gathering:
+        """What is here of a state that is about to be fetched, perhaps nothing; it is kept as it
+        grows.
         """
-        body = self._body(fragment, version)
-        note = _NOTE.pack(offset, len(chunk), _chunk_digest(chunk))
-        with disk_access(body):
-            with body.open("r+b") as file:
-                file.seek(offset)
-                file.write(chunk)
-            with self._notes(fragment, version).open("ab") as file:
-                file.write(note)
-
-    def info(self, fragment: int) -> PartInfo | None:
-        """Of which state something is kept."""
-        for version in reversed(versions_in(self._folders[fragment], "chunks")):
-            notes = read_small(self._notes(fragment, version))
-            if notes and len(notes) >= _HEAD.size:
-                magic, num_bytes, digest = _HEAD.unpack_from(notes)
-                if magic == _MAGIC:
-                    return PartInfo(version, digest.hex(), num_bytes)
-        return None
-
-    def read(self, fragment: int, part: PartInfo, place: memoryview) -> list[tuple[int, int]]:
-        """Put what is kept of the state into its place; returns (offset, bytes) of each chunk that
-        is as it was noted.
-        """
-        notes = read_small(self._notes(fragment, part.version)) or b""
-        body = self._body(fragment, part.version)
-        found: dict[int, int] = {}
-        whole = (len(notes) - _HEAD.size) // _NOTE.size * _NOTE.size
-        try:
-            with disk_access(body), body.open("rb", buffering=0) as file:
-                for note in _NOTE.iter_unpack(notes[_HEAD.size :][: max(0, whole)]):
-                    offset, size, digest = note
-                    if offset + size > len(place):
-                        continue
-                    chunk = place[offset : offset + size]
-                    file.seek(offset)
-                    if file.readinto(chunk) == size and _chunk_digest(chunk) == digest:
-                        found[offset] = size
-        except StoreError as error:
-            logger.warning("%s", error)
-        return sorted(found.items())
+        known = self._arriving.get(fragment)
+        if known and known.part == part:
+            return known.body
+        body = Gathering(part.num_bytes)
+        if body.num_chunks > 1:  # else there is nothing to go on with
+            body.on_chunk = lambda chunk: self._keep_chunk(fragment, part, body, chunk)
+            found = await self._disk.run(self._open, fragment, part, memoryview(body.data))
+            body.add_kept(found)
+        self._arriving[fragment] = Arriving(part, body)
+        return body
 
     def drop(self, fragment: int) -> None:
-        """Forget a state that was begun; the one who reads it has it open still."""
-        folder = self._folders[fragment]
-        with disk_access(folder):
-            for kind in ("part", "chunks"):
-                for version in versions_in(folder, kind):
-                    versioned(folder, version, kind).unlink()
+        """It is whole, or what has arrived is wrong."""
+        self._arriving.pop(fragment, None)
+        self._disk.save(_name(fragment), self._files.drop, fragment)
 
-    def _body(self, fragment: int, version: int) -> Path:
-        return versioned(self._folders[fragment], version, "part")
+    def reached(self, fragment: int, version: int) -> None:
+        """The fragment has come to `version` by merges: an older state is of no use any more."""
+        arriving = self._arriving.get(fragment)
+        if arriving and arriving.part.version <= version:
+            self.drop(fragment)
 
-    def _notes(self, fragment: int, version: int) -> Path:
-        return versioned(self._folders[fragment], version, "chunks")
+    def begun(self, fragment: int) -> SnapshotInfo | None:
+        """The state of which something is here already. Blocks."""
+        arriving = self._arriving.get(fragment)
+        part = arriving.part if arriving else self._files.info(fragment)
+        return SnapshotInfo(part.version, part.state_digest) if part else None
+
+    def _open(self, fragment: int, part: PartInfo, place: memoryview) -> list[tuple[int, int]]:
+        try:
+            if self._files.info(fragment) == part:
+                return self._files.read(fragment, part, place)
+            self._files.begin(fragment, part)
+        except StoreError as error:
+            logger.warning("%s", error)
+        return []
+
+    def _keep_chunk(self, fragment: int, part: PartInfo, body: Gathering, chunk: int) -> None:
+        if not self._disk.is_busy:  # a chunk may be fetched again
+            span = body.span(chunk)
+            data = memoryview(body.data)[span]
+            keep = self._files.save_chunk
+            self._disk.save(_name(fragment), keep, fragment, part.version, span.start, data)
 
 
-def _chunk_digest(chunk: Buffer) -> bytes:
-    return hashlib.blake2b(chunk, digest_size=16).digest()
+def _name(fragment: int) -> str:
+    return f"arriving state of fragment {fragment}"

@@ -63,7 +63,7 @@ async def discover(
     """
     discovery = Discovery(host, run_id)
     host.consult(discovery)
-    remembered = await holdings.on_disk(holdings.load_peers)
+    remembered = await holdings.disk.run(holdings.load_peers)
     for peer, addresses in remembered.items():
         host.remember(peer, addresses)
     if remembered:

@@ -23,6 +23,7 @@ from p2pdiloco_daemon import learner as learners
 from p2pdiloco_daemon.exchange import Check, Exchange, FetchFailed, check_payload
 from p2pdiloco_daemon.fetch import Gathering
 from p2pdiloco_daemon.holdings import Holdings
+from p2pdiloco_daemon.part_files import PartInfo
 from p2pdiloco_daemon.replica import (
     Buffer,
     FragmentState,
@@ -292,7 +293,7 @@ class NodeShell:
     async def _fetch_records(self, peer: PeerId, fragment: int, after_version: int) -> None:
         try:
             records, snapshots = await self._records_of(peer, fragment, after_version)
-            begun = await self._holdings.on_disk(self._holdings.begun, fragment)
+            begun = await self._holdings.disk.run(self._holdings.arrivals.begun, fragment)
         except Expected as error:
             self.post(events.RecordsFailed(peer, fragment, _why(error)))
         else:
@@ -303,7 +304,7 @@ class NodeShell:
     ) -> tuple[tuple[Record, ...], tuple[events.SnapshotInfo, ...]]:
         """Of a donor, or of ourselves."""
         if peer == self.node.state.me:
-            snapshots = await self._holdings.on_disk(self._holdings.snapshots, fragment)
+            snapshots = await self._holdings.disk.run(self._holdings.snapshots, fragment)
             return self.node.records_after(fragment, after_version), snapshots
         return unpack_page(await self._exchange.records(peer, fragment, after_version))
 
@@ -337,20 +338,21 @@ class NodeShell:
     ) -> FragmentState:
         """What an earlier try got of it is not fetched again."""
         size = self._holdings.replica.fragments[fragment].size
-        body = await self._holdings.arriving(fragment, info)
+        part = PartInfo(info.version, info.state_digest, packed_state_bytes(size))
+        body = await self._holdings.arrivals.gathering(fragment, part)
         checked: list[FragmentState] = []
         try:
             await self._fetch(
                 donors,
                 state_path(fragment, info.version, info.state_digest),
-                packed_state_bytes(size),
+                part.num_bytes,
                 info.state_digest,
                 lambda data, digest: checked.append(unpack_state(data, fragment, size, digest)),
                 body,
             )
         except FetchFailed:
             if body.is_whole:  # and wrong
-                self._holdings.drop_arriving(fragment)
+                self._holdings.arrivals.drop(fragment)
             raise
         return checked[-1]
 

@@ -177,9 +177,9 @@ class Reporter:
         problem = self.network.problem or (self.network.loneliness() if cut_off else None)
         if problem:
             what += f" {problem[0].upper()}{problem[1:]}."
-        if self.holdings.store_error:
+        if self.holdings.disk.error:
             what += " Training goes on, but the checkpoint cannot be written: "
-            what += f"{self.holdings.store_error}"
+            what += f"{self.holdings.disk.error}"
         return what
 
     def _what(self) -> str:
@@ -339,10 +339,10 @@ class Reporter:
         )
 
     def _checkpoint(self) -> view.Checkpoint:
-        saved_at = self.holdings.saved_at
+        saved_at = self.holdings.disk.saved_at
         return view.Checkpoint(
             last_saved_s_ago=self.now() - saved_at if saved_at is not None else None,
-            error=self.holdings.store_error,
+            error=self.holdings.disk.error,
             bytes_on_disk=self.holdings.bytes_on_disk,
         )
 

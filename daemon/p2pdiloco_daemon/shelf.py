@@ -24,7 +24,7 @@ class NodeShelf:
         """
         if not self._knows(fragment):
             return None
-        snapshots = await self._holdings.on_disk(self._holdings.snapshots, fragment)
+        snapshots = await self._holdings.disk.run(self._holdings.snapshots, fragment)
         oldest = min([since, *(snapshot.version - 1 for snapshot in snapshots[:1])])
         records = self._node.records_after(fragment, oldest)
         await self._holdings.written()

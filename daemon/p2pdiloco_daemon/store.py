@@ -5,7 +5,7 @@
     DIR/fragments/P/VERSION.snapshot   a packed state and the merge record that made it
     DIR/fragments/P/VERSION.merge      a merge payload and its record
     DIR/fragments/P/records            the newest records whose merges are gone
-    DIR/fragments/P/VERSION.part, VERSION.chunks   a state of which not all has arrived (`arriving`)
+    DIR/fragments/P/VERSION.part, VERSION.chunks   a state that is arriving, see `part_files`
 
 Restart and join are the same thing: take the newest snapshot that reads, apply the merges after it.
 A file appears whole or not at all (written beside its place, synced, renamed). A file that was
@@ -28,7 +28,6 @@ from typing import BinaryIO, Self, TypeAlias
 from p2pdiloco.errors import P2PDilocoError, StoreError
 from p2pdiloco.protocol.lineage import RECORDS_KEPT
 from p2pdiloco_bootstrap.serving import FilePart
-from p2pdiloco_daemon.arriving import PartFiles
 from p2pdiloco_daemon.files import (
     Entry,
     disk_access,
@@ -41,6 +40,7 @@ from p2pdiloco_daemon.files import (
     warn_skipped,
     write_whole,
 )
+from p2pdiloco_daemon.part_files import PartFiles
 from p2pdiloco_daemon.replica import (
     Buffer,
     FragmentState,

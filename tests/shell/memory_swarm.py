@@ -333,7 +333,7 @@ async def open_node(
     async with AsyncExitStack() as stack:
         holdings = await stack.enter_async_context(open_holdings(directory))
         now = asyncio.get_running_loop().time()
-        node = await holdings.on_disk(lambda: new_node(holdings, now, me, kind))
+        node = await holdings.disk.run(lambda: new_node(holdings, now, me, kind))
         async with asyncio.TaskGroup() as tasks:
             shell = NodeShell(node, holdings, MemoryExchange(me, network), tasks)
             network.shelves[me] = NodeShelf(b"", node, holdings)

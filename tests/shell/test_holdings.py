@@ -16,7 +16,8 @@ from p2pdiloco.compress.codec import encode
 from p2pdiloco.protocol.lineage import Chain, Contributor
 from p2pdiloco.protocol.naming import RoundId
 from p2pdiloco.simulation.machine import KeyedSigner
-from p2pdiloco_daemon.holdings import WRITES_WAITING_MAX, Holdings
+from p2pdiloco_daemon.disk_queue import WRITES_WAITING_MAX
+from p2pdiloco_daemon.holdings import Holdings
 
 HISTORY = make_history(9)
 ROUND = RoundId(P, 1, 0, 0)
@@ -45,7 +46,7 @@ async def apply_merges(holdings: Holdings, versions: Sequence[int]) -> None:
 
 
 async def all_written(holdings: Holdings) -> None:
-    await holdings.on_disk(lambda: None)
+    await holdings.disk.run(lambda: None)
     await asyncio.sleep(0)
 
 
@@ -205,17 +206,17 @@ def test_a_full_disk_stops_no_training_and_is_told(
         await load_genesis(holdings)
         await apply_merges(holdings, [1])
         await all_written(holdings)
-        assert holdings.store_error is None and holdings.saved_at is not None
+        assert holdings.disk.error is None and holdings.disk.saved_at is not None
         disk.is_full = True
         await apply_merges(holdings, [2, 3])
         await all_written(holdings)
-        assert holdings.store_error and "No space left" in holdings.store_error
+        assert holdings.disk.error and "No space left" in holdings.disk.error
         state = holdings.replica.state(P)
         assert state and state.version == 3
         disk.is_full = False
         await apply_merges(holdings, [4, 5])
         await all_written(holdings)
-        assert holdings.store_error is None
+        assert holdings.disk.error is None
 
     play(tmp_path, scenario)
     chain = chain_on_disk(tmp_path)
@@ -233,7 +234,7 @@ def test_a_small_file_that_fits_does_not_hide_a_large_one_that_does_not(
         await apply_merges(holdings, [1])
         holdings.save_json("node", {})
         await all_written(holdings)
-        assert holdings.store_error and ".merge" in holdings.store_error
+        assert holdings.disk.error and ".merge" in holdings.disk.error
 
     play(tmp_path, scenario)
 
@@ -241,16 +242,16 @@ def test_a_small_file_that_fits_does_not_hide_a_large_one_that_does_not(
 def test_writes_wait_within_bounds(tmp_path: Path) -> None:
     async def scenario(holdings: Holdings) -> None:
         slow = threading.Event()
-        waiting = asyncio.create_task(holdings.on_disk(slow.wait))
+        waiting = asyncio.create_task(holdings.disk.run(slow.wait))
         await asyncio.sleep(0)
         for number in range(WRITES_WAITING_MAX + 10):
             holdings.save_json("node", {"number": number})
-        assert holdings.store_error and "64 writes are waiting" in holdings.store_error
+        assert holdings.disk.error and "64 writes are waiting" in holdings.disk.error
         slow.set()
         await waiting
         await all_written(holdings)
         assert holdings.load_json("node") == {"number": WRITES_WAITING_MAX - 1}
-        assert holdings.store_error is None
+        assert holdings.disk.error is None
 
     play(tmp_path, scenario)
 
@@ -259,7 +260,7 @@ def test_a_bug_while_saving_is_told(tmp_path: Path, caplog: pytest.LogCaptureFix
     async def scenario(holdings: Holdings) -> None:
         holdings.save_json("node", {"no JSON": object()})
         await all_written(holdings)
-        assert holdings.store_error and "not JSON serializable" in holdings.store_error
+        assert holdings.disk.error and "not JSON serializable" in holdings.disk.error
 
     play(tmp_path, scenario)
     assert "Traceback" in caplog.text

@@ -21,7 +21,7 @@ from p2pdiloco.protocol.lineage import Chain, Contributor, Record
 from p2pdiloco.protocol.naming import PeerId, RoundId
 from p2pdiloco.protocol.node import Node
 from p2pdiloco_bootstrap.shelf import Contribution, RecordsPage
-from p2pdiloco_daemon import fetch, holdings
+from p2pdiloco_daemon import disk_queue, fetch
 from p2pdiloco_daemon import learner as learners
 from p2pdiloco_daemon.node import INBOX_MAX, SENDS_PER_PEER_MAX
 from p2pdiloco_daemon.replica import make_state, pack_state, require_sound
@@ -694,7 +694,7 @@ def test_nobody_is_told_of_a_merge_that_is_being_written(tmp_path: Path) -> None
         history, arrived = make_history(1), bench.count_messages(B)
         hold(bench)
         writing = threading.Event()
-        before = asyncio.create_task(bench.holdings.on_disk(writing.wait))
+        before = asyncio.create_task(bench.holdings.disk.run(writing.wait))
         await asyncio.sleep(0)
         await bench.holdings.apply(history.records[0], history.payloads[0])
         bench.want(actions.Send(B, LEFT))
@@ -714,22 +714,22 @@ def test_nobody_is_told_of_a_merge_that_is_being_written(tmp_path: Path) -> None
 def test_a_disk_that_takes_too_long_holds_nobody_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(holdings, "DISK_PATIENCE_S", 0)
+    monkeypatch.setattr(disk_queue, "DISK_PATIENCE_S", 0)
 
     async def scenario(bench: Bench) -> None:
         history = make_history(1)
         hold(bench)
         writing = threading.Event()
-        before = asyncio.create_task(bench.holdings.on_disk(writing.wait))
+        before = asyncio.create_task(bench.holdings.disk.run(writing.wait))
         await asyncio.sleep(0)
         await bench.holdings.apply(history.records[0], history.payloads[0])
         await bench.holdings.written()
-        assert "the disk is too slow" in (bench.holdings.store_error or "")
+        assert "the disk is too slow" in (bench.holdings.disk.error or "")
         writing.set()
         await before
-        await bench.holdings.on_disk(lambda: None)
+        await bench.holdings.disk.run(lambda: None)
         await asyncio.sleep(0.1)
-        assert bench.holdings.store_error is None
+        assert bench.holdings.disk.error is None
 
     play(tmp_path, scenario)
 

@@ -167,7 +167,7 @@ def test_a_disk_that_refuses_is_in_the_sentence(tmp_path: Path) -> None:
     async def main() -> None:
         async with open_node(Network(), tmp_path) as living:
             living.holdings.save_json("node", {"no JSON": object()})
-            await living.holdings.on_disk(lambda: None)
+            await living.holdings.disk.run(lambda: None)
             await asyncio.sleep(0)
             status = report_of(living).status()
             assert "the checkpoint cannot be written" in status.sentence
