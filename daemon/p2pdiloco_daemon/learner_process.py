@@ -11,16 +11,15 @@ message on the control socket is `Start`.
 
 import ctypes
 import os
-import select
 import signal
 import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Protocol, assert_never, get_args
+from typing import Protocol, assert_never
 
 import torch
 
@@ -40,8 +39,6 @@ from p2pdiloco_daemon.learner_channel import (
     Evaluated,
     Install,
     Installed,
-    Message,
-    MessageReader,
     Ready,
     ReleaseSnapshot,
     Sample,
@@ -56,8 +53,9 @@ from p2pdiloco_daemon.learner_channel import (
     Stop,
     TakeSnapshot,
     Vector,
-    pack,
 )
+from p2pdiloco_daemon.learner_control import Control
+from p2pdiloco_daemon.stopwatch import Clock, Stopwatch, queued_clock
 
 CHECKPOINT_NAME = "inner.safetensors"
 """In the node's directory: Adam's moments, cursor and step count, not the weights."""
@@ -71,18 +69,7 @@ EVALUATION_SHARE_MAX = 0.05
 SAMPLES_WAITING_MAX = 4
 """A sample stops the training for about a second; more than this are refused."""
 
-REPORT_PERIOD_S = 0.2
-"""Each message wakes the daemon, on a busy machine in place of the learner (0.4 ms measured); and a
-GPU that makes hundreds of steps a second must not keep it awake."""
-
-READ_BYTES = 1 << 16
-
-DRAIN_S = 0.5
-"""A daemon that stops its learner reads until the end; one that hangs must not hold it back."""
-
 _PR_SET_PDEATHSIG = 1
-
-Clock = Callable[[], float]
 
 
 class Trainer(Protocol):
@@ -112,118 +99,6 @@ class Judge(Protocol):
     def held_out_loss(self) -> float: ...
 
     def sample(self, prompt: str, num_tokens: int, temperature: float, seed: int) -> str: ...
-
-
-class Control:
-    """The control socket, never waited for but in `wait`.
-
-    `StepsDone` in a row become one until they are due or something else is sent; so do those that
-    the daemon does not take. All other messages answer a command, so what is kept stays small.
-    """
-
-    def __init__(self, connection: socket.socket, clock: Clock = time.perf_counter) -> None:
-        connection.setblocking(False)
-        self._socket = connection
-        self._clock = clock
-        self._report_at = clock()
-        self._reader: MessageReader[Command] = MessageReader(get_args(Command))
-        self._waiting: deque[Message] = deque()
-        self._unsent = b""
-
-    def wait(self) -> None:
-        """Until there is something to read, or to send that could not be sent before."""
-        self._flush()
-        writable = [self._socket] if self._unsent else []
-        select.select([self._socket], writable, [])
-
-    def commands(self) -> list[Command]:
-        """Those that have arrived; EOFError once the daemon is gone."""
-        if self._clock() >= self._report_at:
-            self._flush()
-        try:
-            data = self._socket.recv(READ_BYTES)
-        except BlockingIOError:
-            return []
-        except ConnectionError as error:
-            raise EOFError from error
-        if not data:
-            raise EOFError
-        return self._reader.feed(data)
-
-    def post(self, message: Message) -> None:
-        """Sends it, now or at a later boundary; order is kept."""
-        match message, self._waiting[-1] if self._waiting else None:
-            case StepsDone(), StepsDone() as earlier:
-                self._waiting[-1] = _sum(earlier, message)
-            case StepsDone(), _:
-                self._waiting.append(message)
-            case _:
-                self._waiting.append(message)
-                self._flush()
-
-    def drain(self) -> None:
-        """Before leaving: sends what is left, if the daemon takes it soon."""
-        self._socket.settimeout(DRAIN_S)
-        self._flush()
-
-    def _flush(self) -> None:
-        self._report_at = self._clock() + REPORT_PERIOD_S
-        while self._unsent or self._waiting:
-            self._unsent = self._unsent or pack(self._waiting.popleft())
-            try:
-                self._unsent = self._unsent[self._socket.send(self._unsent) :]
-            except (BlockingIOError, TimeoutError):
-                return
-            except ConnectionError as error:
-                raise EOFError from error
-
-
-def _sum(earlier: StepsDone, later: StepsDone) -> StepsDone:
-    return StepsDone(
-        step=later.step,
-        steps=earlier.steps + later.steps,
-        tokens=earlier.tokens + later.tokens,
-        step_s=earlier.step_s + later.step_s,
-        stall_s=earlier.stall_s + later.stall_s,
-        loss=later.loss,
-        step_queued_s=earlier.step_queued_s + later.step_queued_s,
-        stall_queued_s=earlier.stall_queued_s + later.stall_queued_s,
-    )
-
-
-class Stopwatch:
-    """Sums up spans of time, and how much of them this thread was ready to run and had no core."""
-
-    def __init__(self, clock: Clock, queued: Clock) -> None:
-        self._clock = clock
-        self._queued = queued
-        self._sums = 0.0, 0.0
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        started, queued = self._clock(), self._queued()
-        try:
-            yield
-        finally:
-            spent_s, queued_s = self._sums
-            self._sums = (
-                spent_s + self._clock() - started,
-                queued_s + self._queued() - queued,
-            )
-
-    def take(self) -> tuple[float, float]:
-        """Both sums in seconds, which start anew."""
-        sums, self._sums = self._sums, (0.0, 0.0)
-        return sums
-
-
-def queued_clock() -> Clock:
-    """The seconds in which the calling thread waited for a core, so far; only Linux tells."""
-    try:
-        fd = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return lambda: 0.0
-    return lambda: int(os.pread(fd, 64, 0).split()[1]) / 1e9
 
 
 class LearnerProcess:

@@ -1,7 +1,6 @@
 """The boundaries between steps, scripted: what the daemon says after which step, what it hears."""
 
 import socket
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -40,7 +39,8 @@ from p2pdiloco_daemon.learner_channel import (
     open_memory_file,
     pack,
 )
-from p2pdiloco_daemon.learner_process import Control, LearnerProcess, Stopwatch, queued_clock
+from p2pdiloco_daemon.learner_control import Control
+from p2pdiloco_daemon.learner_process import LearnerProcess
 
 SIZES = (3, 2)
 STEP_TOKENS = 10
@@ -327,20 +327,3 @@ def test_a_daemon_that_does_not_read_costs_no_step_and_loses_no_count(scene: Sce
     done = [message for message in heard if isinstance(message, StepsDone)]
     assert sum(message.steps for message in done) == 5010
     assert len(done) < 4000
-
-
-def test_a_stopwatch_tells_the_time_and_how_much_of_it_others_had_the_cores() -> None:
-    watch = Stopwatch(Clock(look_s=1.0), Clock(look_s=0.25))
-    for _ in range(3):
-        with watch.running():
-            pass
-    assert watch.take() == (3.0, 0.75)
-    assert watch.take() == (0.0, 0.0)
-
-
-def test_time_without_a_core_is_at_most_the_time() -> None:
-    watch = Stopwatch(time.perf_counter, queued_clock())
-    with watch.running():
-        sum(range(100_000))
-    spent_s, queued_s = watch.take()
-    assert 0 <= queued_s <= spent_s
