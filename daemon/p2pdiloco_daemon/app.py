@@ -7,7 +7,7 @@ Leaving is the reverse of the reading order. The parts do not know this module.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -17,6 +17,7 @@ from pathlib import Path
 
 from p2pdiloco.errors import P2PDilocoError
 from p2pdiloco.optim.fragments import Fragment, fragments_of
+from p2pdiloco.protocol.node import Node
 from p2pdiloco.protocol.wire import PROTOCOL_VERSION
 from p2pdiloco.spec import RunSpec, SignedSpec
 from p2pdiloco_bootstrap.addresses import split_peer
@@ -37,7 +38,7 @@ from p2pdiloco_daemon.exchange import Exchange, ExchangeError
 from p2pdiloco_daemon.files import lock_directory
 from p2pdiloco_daemon.holdings import Holdings
 from p2pdiloco_daemon.lag import LagMonitor
-from p2pdiloco_daemon.learner import LearnerOptions, running_learner
+from p2pdiloco_daemon.learner import Learner, LearnerOptions, running_learner
 from p2pdiloco_daemon.log import configure_logging
 from p2pdiloco_daemon.network import Network, running_network
 from p2pdiloco_daemon.node import Expected, NodeShell
@@ -110,6 +111,18 @@ class Ground:
     board: StatusBoard
     settle: SettleRequest
     stop: asyncio.Event
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A node's part in its run."""
+
+    signed: SignedSpec
+    holdings: Holdings
+    shell: NodeShell
+    report: LearnerReport
+    look_again: asyncio.Event
+    """Set when members should be looked for at once."""
 
 
 async def run_node(options: NodeOptions) -> None:
@@ -193,73 +206,86 @@ async def _take_part(ground: Ground, signed: SignedSpec) -> None:
     """From the spec to the goodbye."""
     fragments = fragments_of(signed.spec)
     require_memory(fragments)
-    place, board, network, now = (
-        ground.place,
-        ground.board,
-        ground.network,
-        asyncio.get_running_loop().time,
-    )
     async with AsyncExitStack() as stack:
         worker = stack.enter_context(ThreadPoolExecutor(1, "worker"))
         disk = stack.enter_context(ThreadPoolExecutor(1, "disk"))
-        store = stack.enter_context(Store(place.directory, len(fragments), is_locked=True))
+        store = stack.enter_context(Store(ground.place.directory, len(fragments), is_locked=True))
         holdings = Holdings(replica_of(signed.spec, fragments), store, worker, disk)
-        board.sentence = "Reading what is on disk."
-        node = await holdings.disk.run(wake_up, holdings, signed, ground.identity, place, now())
+        node = await _wake(ground, signed, holdings)
         tasks = await stack.enter_async_context(_tasks())
         shell = NodeShell(node, holdings, ground.exchange, tasks)
-        shelf = NodeShelf(signed.pack(), node, holdings)
-
-        look_again = asyncio.Event()
-
-        async def on_the_network(host: Host) -> None:
-            server = exchange_application(shelf, ground.traffic, shell.take_message)
-            async with host.serving(server):
-                await discover(host, place.run_id, shell, holdings, look_again)
-
-        await stack.enter_async_context(network.working(on_the_network))
-        lag = LagMonitor(partial(tell_of_sleep, shell, look_again))
-        report = LearnerReport()
-        board.reporter = Reporter(
-            spec=signed.spec,
-            run_id=signed.run_id,
-            started=board.started,
-            now=now,
-            node=node,
-            shell=shell,
-            holdings=holdings,
-            traffic=ground.traffic,
-            lag=lag,
-            learner=report,
-            network=network,
-            page_url=board.page_url,
-        )
+        part = Part(signed, holdings, shell, LearnerReport(), asyncio.Event())
+        on_the_network = partial(_on_the_network, ground, part)
+        await stack.enter_async_context(ground.network.working(on_the_network))
+        lag = LagMonitor(partial(tell_of_sleep, shell, part.look_again))
+        ground.board.reporter = _reporter(ground, part, lag)
         owner = tasks.create_task(shell.run(), name="owner of the core")
-        learner = await stack.enter_async_context(
-            running_learner(
-                _learner_options(ground, signed.spec, fragments),
-                partial(_on_learner, shell, report),
-                worker,
-            )
-        )
+        options = _learner_options(ground, signed.spec, fragments)
+        on_learner = partial(_on_learner, shell, part.report)
+        learner = await stack.enter_async_context(running_learner(options, on_learner, worker))
         shell.learner = learner
         chores = [
             tasks.create_task(work, name=name)
-            for name, work in {
-                "lag monitor": lag.run(),
-                "housekeeping": keep_house(holdings, shell, ground.traffic, place.directory),
-                "settling": settle_when_asked(ground.settle, learner, shell, report),
-            }.items()
+            for name, work in _chores(ground, part, learner, lag).items()
         ]
         await ground.stop.wait()
-        board.reporter.stopping = True
-        logger.info("leaving")
-        await learner.stop()
-        await shell.leave(GOODBYE_S)
-        await owner
+        ground.board.reporter.stopping = True
+        await _leave(shell, learner, owner)
         for chore in chores:
             chore.cancel()
         shell.save()
+
+
+async def _wake(ground: Ground, signed: SignedSpec, holdings: Holdings) -> Node:
+    """The core, as its last life left it."""
+    ground.board.sentence = "Reading what is on disk."
+    now = asyncio.get_running_loop().time()
+    return await holdings.disk.run(wake_up, holdings, signed, ground.identity, ground.place, now)
+
+
+async def _on_the_network(ground: Ground, part: Part, host: Host) -> None:
+    """As long as this host lives: serves what is held, and looks for members."""
+    shelf = NodeShelf(part.signed.pack(), part.shell.node, part.holdings)
+    server = exchange_application(shelf, ground.traffic, part.shell.take_message)
+    async with host.serving(server):
+        await discover(host, ground.place.run_id, part.shell, part.holdings, part.look_again)
+
+
+def _reporter(ground: Ground, part: Part, lag: LagMonitor) -> Reporter:
+    return Reporter(
+        spec=part.signed.spec,
+        run_id=part.signed.run_id,
+        started=ground.board.started,
+        now=asyncio.get_running_loop().time,
+        node=part.shell.node,
+        shell=part.shell,
+        holdings=part.holdings,
+        traffic=ground.traffic,
+        lag=lag,
+        learner=part.report,
+        network=ground.network,
+        page_url=ground.board.page_url,
+    )
+
+
+def _chores(
+    ground: Ground, part: Part, learner: Learner, lag: LagMonitor
+) -> dict[str, Coroutine[None, None, None]]:
+    """What runs beside the core until the node leaves."""
+    return {
+        "lag monitor": lag.run(),
+        "housekeeping": keep_house(
+            part.holdings, part.shell, ground.traffic, ground.place.directory
+        ),
+        "settling": settle_when_asked(ground.settle, learner, part.shell, part.report),
+    }
+
+
+async def _leave(shell: NodeShell, learner: Learner, owner: asyncio.Task[None]) -> None:
+    logger.info("leaving")
+    await learner.stop()
+    await shell.leave(GOODBYE_S)
+    await owner
 
 
 @asynccontextmanager
