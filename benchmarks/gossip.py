@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from benchmarks.joint_stream import JointStream
 from p2pdiloco.learn.disagreement import (
     output_disagreement,
     output_distributions,
@@ -122,19 +123,6 @@ class Outcome:
 
 
 # ---------------------------------------------------------------- training
-
-
-class JointStream:
-    """The streams of all workers side by side in one batch."""
-
-    def __init__(self, streams: Sequence[TextStream]) -> None:
-        self.cursor = 0
-        self._streams = streams
-
-    def next_batch(self, batch_size: int) -> npt.NDArray[np.int64]:
-        share = batch_size // len(self._streams)
-        self.cursor += batch_size
-        return np.concatenate([stream.next_batch(share) for stream in self._streams])
 
 
 class Bench:

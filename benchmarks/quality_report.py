@@ -5,7 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import mean, stdev
 
-from benchmarks.quality import (
+from benchmarks.quality_outcomes import Store
+from benchmarks.quality_settings import (
     ADMITS,
     LEARNERS,
     MERGES,
@@ -13,7 +14,6 @@ from benchmarks.quality import (
     SWEEP,
     WIRES,
     Setting,
-    Store,
     Swarm,
     merge_rules,
     spread,
