@@ -142,7 +142,8 @@ class NodeShell:
             case learners.Ready():
                 self.post(events.LearnerStarted())
             case learners.StepsDone():
-                self.post(events.StepsDone(event.steps, event.tokens, event.step_s / event.steps))
+                step_s = event.step_s / event.steps
+                self.post(events.StepsDone(event.steps, event.tokens, step_s, event.loss))
             case learners.Installed():
                 self.post(events.FragmentInstalled(event.fragment, event.version, event.tokens))
             case learners.Snapshot():

@@ -164,6 +164,8 @@ def installed(node: NodeState, event: events.FragmentInstalled) -> None:
     if register.installed is not None:
         _settle(node, register, register.installed + 1, NOT_ASKED)
     register.installed, register.steps = event.version, 0
+    register.installed_at, register.loss_then = node.now, node.loss
+    register.asks_for_time = False
     prepare_if_possible(node, register)
 
 

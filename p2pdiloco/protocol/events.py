@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from p2pdiloco.protocol.lineage import Record
 from p2pdiloco.protocol.naming import PeerId, RoundId
+from p2pdiloco.protocol.pacer import Served
+from p2pdiloco.protocol.policies import Pressure
 from p2pdiloco.protocol.wire import Message
 
 
@@ -27,11 +29,24 @@ class PeersFound:
 
 @dataclass(frozen=True, slots=True)
 class StepsDone:
-    """The learner took inner steps; `tokens` of all of them, `step_s` seconds each."""
+    """The learner took inner steps; `tokens` of all of them, `step_s` seconds each; `loss` of the
+    last one in nats per token, if it is known.
+    """
 
     steps: int
     tokens: int
     step_s: float
+    loss: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MachineMeasured:
+    """What shares this machine, every second; `served` is None while nothing here tells of requests
+    that it answers.
+    """
+
+    pressure: Pressure
+    served: Served | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +220,7 @@ Event = (
     | MessageArrived
     | PeersFound
     | StepsDone
+    | MachineMeasured
     | LearnerStarted
     | LearnerStopped
     | FragmentInstalled

@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from statistics import median_low
 from typing import Annotated, Protocol
 
 import msgpack
@@ -93,6 +94,11 @@ class Record:
     @property
     def tokens(self) -> int:
         return sum(contributor.tokens for contributor in self.contributors)
+
+    @property
+    def period_steps(self) -> int:
+        """Inner steps of the median contributor since it received the version before."""
+        return median_low(contributor.steps for contributor in self.contributors)
 
     @property
     def weight(self) -> tuple[int, int]:

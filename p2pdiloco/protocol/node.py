@@ -22,7 +22,8 @@ from p2pdiloco.protocol.ledger import Ledger
 from p2pdiloco.protocol.lineage import Chain, Record, Signer
 from p2pdiloco.protocol.membership import REPORTERS_MAX, Membership
 from p2pdiloco.protocol.naming import PeerId, sentence
-from p2pdiloco.protocol.pacing import steps_due
+from p2pdiloco.protocol.pacer import Pacer, policy_called
+from p2pdiloco.protocol.policies import Moment
 from p2pdiloco.protocol.register import Register
 from p2pdiloco.protocol.state import Condition, NodeConfig, NodeState
 from p2pdiloco.protocol.synchronizer import Synchronizer
@@ -47,6 +48,8 @@ the genesis weights.
 """
 FAREWELLS_MAX = 64
 """Who leaves does not open a connection to everybody in a large swarm."""
+LOSS_SMOOTHING = 0.1
+"""Of the loss by which progress since a sync is judged: single batches differ by more."""
 NO_HEAD = Head(-1, "0" * 64, 0)
 STOPPED = "the node was stopped before they were merged"
 
@@ -67,7 +70,14 @@ class Node:
         held = list(chains) or [None] * num
         registers = [Register(p, chain) for p, chain in enumerate(held)]
         self.state = NodeState(
-            config, signer, rng, now, registers, Membership(config.me), Ledger(num)
+            config,
+            signer,
+            rng,
+            now,
+            registers,
+            Membership(config.me),
+            Ledger(num),
+            Pacer(policy_called(config.pacing, rng)),
         )
         self.synchronizer = Synchronizer(self.state)
         self.follower = Follower(self.state, self.synchronizer)
@@ -161,6 +171,9 @@ class Node:
                 self._peers_found(peers)
             case events.StepsDone():
                 self._steps_done(event)
+            case events.MachineMeasured(pressure, served):
+                state.pacer.measured(pressure, served)
+                self._pace()
             case events.LearnerStarted():
                 contributor.learner_started(state)
             case events.LearnerStopped(reason):
@@ -278,10 +291,42 @@ class Node:
         contributor.steps_done(state, event)
         state.step_s = event.step_s
         state.tokens_per_s = event.tokens / (event.steps * event.step_s) if event.step_s else 0.0
+        if event.loss is not None:
+            before_loss = event.loss if state.loss is None else state.loss
+            state.loss = before_loss + LOSS_SMOOTHING * (event.loss - before_loss)
         for register, steps in zip(state.registers, before, strict=True):
-            due = steps_due(state.config.times, register.index, register.version)
-            if steps < due <= register.steps:
+            if steps < state.window(register).opens <= register.steps:
                 self._tell_due(register)
+        self._pace()
+
+    def _pace(self) -> None:
+        """Whether a sync would disturb what shares this machine; the synchronizer should not learn
+        a second late that it no longer does.
+        """
+        state = self.state
+        for register in state.registers if state.config.times.slack_steps else ():
+            asked, register.asks_for_time = register.asks_for_time, self._asks_for_time(register)
+            if asked and not register.asks_for_time:
+                self._tell_due(register)
+
+    def _asks_for_time(self, register: Register) -> bool:
+        state, (opens, closes) = self.state, self.state.window(register)
+        if register.installed is None or register.installed != register.version:
+            return False
+        moment = Moment(
+            fragment=register.index,
+            version=register.version + 1,
+            steps=register.steps,
+            tokens=state.ledger.pending[register.index],
+            opens=opens,
+            closes=closes,
+            step_s=state.step_s,
+            staleness_s=state.now - register.installed_at,
+            loss_fall=max(0.0, (register.loss_then or 0.0) - (state.loss or 0.0)),
+            pressure=state.pacer.pressure,
+            forecast=state.pacer.forecast,
+        )
+        return not state.pacer.decide(moment).sync and register.steps >= opens
 
     def _tell_due(self, register: Register) -> None:
         """The synchronizer should not learn a second late that we have done H steps."""
@@ -410,6 +455,7 @@ class Node:
             heads=tuple(map(self._head, state.registers)),
             sightings=state.membership.sightings(state.now, state.rng),
             attempts=tuple(state.attempt(r) for r in state.registers),
+            asks_for_time=tuple(r.index for r in state.registers if r.asks_for_time),
         )
 
     def _head(self, register: Register) -> Head:
@@ -429,6 +475,8 @@ def _is_quiet(event: events.Event) -> bool:
         case events.MessageArrived(_, Heartbeat()):
             return True
         case events.Woke() | events.StepsDone() | events.FragmentInstalled():
+            return True
+        case events.MachineMeasured():
             return True
         case _:
             return False

@@ -74,7 +74,7 @@ class Moment:
         return max(0, self.closes - self.steps) * self.step_s
 
 
-class Verdict(NamedTuple):
+class Decision(NamedTuple):
     """`wait_steps` is how many steps it may take at most until a sync; 0 for one now."""
 
     sync: bool
@@ -88,15 +88,15 @@ class Policy(Protocol):
         ...
 
 
-def decide(policy: Policy, moment: Moment) -> Verdict:
+def decide(policy: Policy, moment: Moment) -> Decision:
     """What the policy says, within the window."""
     steps, left = moment.steps, moment.closes - moment.steps
     if steps < moment.opens:
-        return Verdict(False, f"{steps} of {moment.opens} steps are done", left)
+        return Decision(False, f"{steps} of {moment.opens} steps are done", left)
     if left <= 0:
-        return Verdict(True, f"{moment.closes} steps are done: it was put off as long as it may be")
+        return Decision(True, f"put off as long as it may be: {moment.closes} steps are done")
     sync, reason = policy.judge(moment)
-    return Verdict(sync, reason, 0 if sync else left)
+    return Decision(sync, reason, 0 if sync else left)
 
 
 # -------------------------------------------------------------------- as published

@@ -81,6 +81,13 @@ class Register:
     disbelieved: str | None = None
     """Digest of a record found wrong: it is followed no more."""
     due_since: float | None = None
+    asks_for_time: bool = False
+    """Whether a sync of it would disturb what shares this machine just now."""
+    installed_at: float = 0.0
+    loss_then: float | None = None
+    """Of the learner's step before it received `installed`."""
+    paced: tuple[str, int] = ("", 0)
+    """Of the head with this digest, how many steps after its appointment it came."""
     news_of: int = -1
     news_at: float = 0.0
     """When a heartbeat first spoke of the version `news_of`."""

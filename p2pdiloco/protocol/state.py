@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from p2pdiloco.protocol import election
+from p2pdiloco.protocol import election, pacing
 from p2pdiloco.protocol.actions import Action, Note, Send
 from p2pdiloco.protocol.ledger import Ledger
 from p2pdiloco.protocol.lineage import CONTRIBUTORS_MAX, Signer
 from p2pdiloco.protocol.membership import Member, Membership
 from p2pdiloco.protocol.naming import PeerId, RoundId, sentence
+from p2pdiloco.protocol.pacer import Pacer
 from p2pdiloco.protocol.pacing import Clocks, SyncTimes
 from p2pdiloco.protocol.pauses import Pauses
 from p2pdiloco.protocol.register import Register
@@ -70,6 +71,7 @@ class NodeConfig:
     genesis_donors: tuple[PeerId, ...]
     times: SyncTimes
     term_merges: int
+    pacing: str = "fixed"
     contributors_max: int = CONTRIBUTORS_MAX
 
 
@@ -116,12 +118,14 @@ class NodeState:
     registers: list[Register]
     membership: Membership
     ledger: Ledger
+    pacer: Pacer
     clocks: Clocks = field(default_factory=Clocks)
     refusals: Counter[str] = field(default_factory=Counter)
     rounds: deque[RoundOutcome] = field(default_factory=lambda: deque(maxlen=ROUNDS_KEPT))
     merges: int = 0
     step_s: float = 0.0
     tokens_per_s: float = 0.0
+    loss: float | None = None
     uplink_mb_s: float = 0.0
     learner_alive: bool = False
     settling: bool = False
@@ -308,25 +312,51 @@ class NodeState:
     def local_steps(self, register: Register) -> int:
         return register.steps if register.installed == register.version else 0
 
-    def all_steps(
-        self, register: Register, ready: Sequence[tuple[Member, Heartbeat]] | None = None
-    ) -> Sequence[int]:
-        """Steps since receipt of our version, of every learner that steps (of a sample of them in a
-        large swarm): this one first.
+    def offset(self, register: Register) -> int:
+        """By how many steps the newest merge missed its appointment (see `pacing`)."""
+        times, chain = self.config.times, register.chain
+        if chain is None or not times.slack_steps:
+            return 0
+        if register.paced[0] != chain.digest:
+            offset = 0
+            for record in chain.records:
+                version, period = record.version, record.period_steps
+                offset = pacing.next_offset(times, register.index, version, offset, period)
+            register.paced = (chain.digest, offset)
+        return register.paced[1]
+
+    def window(self, register: Register) -> pacing.Window:
+        """Of the next round."""
+        times, p = self.config.times, register.index
+        return pacing.window(times, p, register.version, self.offset(register))
+
+    def is_due(self, register: Register, ready: Sequence[tuple[Member, Heartbeat]]) -> bool:
+        """Whether the next round should be opened: the period is over, and nobody asks for more
+        time who has any. `ready` is what the membership says.
+        """
+        learners, times = self.learners(register, ready), self.config.times
+        steps, p, version = [num for num, _ in learners], register.index, register.version
+        if not pacing.is_due(times, p, version, steps, self.offset(register)):
+            return False
+        asking = [asks for _, asks in learners]
+        return not pacing.is_put_off(self.window(register), steps, asking)
+
+    def learners(
+        self, register: Register, ready: Sequence[tuple[Member, Heartbeat]]
+    ) -> Sequence[tuple[int, bool]]:
+        """Of every learner that steps (of a sample of them in a large swarm), this one first: its
+        steps since receipt of our version, and whether it asks for time.
 
         Members that stand elsewhere have done none, but for those of no use to ask: one that
-        announces what it never hands out must not keep the others from merging. `ready` is what the
-        membership says, if it was asked already.
+        announces what it never hands out must not keep the others from merging.
         """
-        if ready is None:
-            ready = self.membership.ready(self.now)
         p, version = register.index, register.version
         others = (
-            h.local_steps[p] if h.heads[p].version == version else 0
+            (h.local_steps[p] if here else 0, here and p in h.asks_for_time)
             for m, h in ready
-            if h.step_s > 0 and (h.heads[p].version == version or self.may_ask(m.peer))
+            if h.step_s > 0 and ((here := h.heads[p].version == version) or self.may_ask(m.peer))
         )
-        mine = [self.local_steps(register)] if self.step_s > 0 else []
+        mine = [(self.local_steps(register), register.asks_for_time)] if self.step_s > 0 else []
         return [*mine, *others]
 
     def tell_head(self, peer: PeerId, register: Register) -> None:

@@ -84,7 +84,7 @@ class Synchronizer:
         patience_s = max(IMPATIENT_MIN_S, 2 * node.config.times.inner_steps * node.swarm_step_s())
         ready = node.membership.ready(node.now, WITNESSES_MAX)
         for register in node.registers if node.ready else ():
-            self._lose_patience(register, self._is_due(register, ready), patience_s)
+            self._lose_patience(register, node.is_due(register, ready), patience_s)
         self.look_for_posts()
 
     def _lose_patience(self, register: Register, due: bool, patience_s: float) -> None:
@@ -148,15 +148,16 @@ class Synchronizer:
             return
         free = [r for r in self.owned if not (r.round or r.pursuit or r.distrusted)]
         ready = node.membership.ready(node.now) if free else []
-        due = [r for r in free if self._is_due(r, ready)]
+        due = [r for r in free if node.is_due(r, ready)]
         if not due:
-            self.explanation = "no fragment is due yet"
+            self.explanation = self._why_none(free, ready)
             return
         self._open(min(due, key=lambda r: (r.opened_at, r.version, r.index)))
 
-    def _is_due(self, register: Register, ready: Sequence[tuple[Member, Heartbeat]]) -> bool:
-        steps = self.node.all_steps(register, ready)
-        return pacing.is_due(self.node.config.times, register.index, register.version, steps)
+    def _why_none(self, free: Sequence[Register], ready: Sequence[tuple[Member, Heartbeat]]) -> str:
+        learners = [each for r in free for each in self.node.learners(r, ready)]
+        asking = sum(asks for _, asks in learners)
+        return f"learners ask for time, {asking} times" if asking else "no fragment is due yet"
 
     def _open(self, register: Register) -> None:
         node, chain = self.node, register.chain

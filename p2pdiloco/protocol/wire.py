@@ -13,7 +13,16 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from p2pdiloco.errors import PeerError
 from p2pdiloco.protocol.lineage import Record
-from p2pdiloco.protocol.naming import Count, Digest, PeerText, RoundId, Seconds, Sentence, sentence
+from p2pdiloco.protocol.naming import (
+    Count,
+    Digest,
+    FragmentIndex,
+    PeerText,
+    RoundId,
+    Seconds,
+    Sentence,
+    sentence,
+)
 
 PROTOCOL_VERSION = 1
 MESSAGE_BYTES_MAX = 64 * 1024
@@ -65,7 +74,8 @@ class Heartbeat:
     `incarnation` grows at each restart of the node, `sequence` at each heartbeat. `local_steps` are
     inner steps per fragment since it last received it: the metadata of Decoupled DiLoCo (1.3).
     `step_s` is 0 while no learner steps. `attempts` are the highest seen in the term of the next
-    version of each fragment.
+    version of each fragment. `asks_for_time` are fragments of which a sync would disturb what
+    shares this machine just now; empty unless the run is paced.
     """
 
     run_id: Annotated[str, Field(max_length=64)]
@@ -81,6 +91,7 @@ class Heartbeat:
     heads: Annotated[tuple[Head, ...], Field(max_length=FRAGMENTS_MAX)]
     sightings: Annotated[tuple[Sighting, ...], Field(max_length=SIGHTINGS_MAX)]
     attempts: Annotated[tuple[Count, ...], Field(max_length=FRAGMENTS_MAX)] = ()
+    asks_for_time: Annotated[tuple[FragmentIndex, ...], Field(max_length=FRAGMENTS_MAX)] = ()
     kind: Literal["heartbeat"] = "heartbeat"
 
     @property

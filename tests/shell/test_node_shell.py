@@ -373,7 +373,7 @@ def test_what_the_learner_says_reaches_the_core_in_order(tmp_path: Path) -> None
         bench.shell.on_learner(learners.StepsDone(9, 4, 40, 2.0, 0.0, 1.0))
         await bench.told(events.LearnerStarted)
         assert await bench.told(events.FragmentInstalled) == events.FragmentInstalled(P, 4, 0)
-        assert await bench.told(events.StepsDone) == events.StepsDone(4, 40, 0.5)
+        assert await bench.told(events.StepsDone) == events.StepsDone(4, 40, 0.5, 1.0)
 
     play(tmp_path, scenario)
 

@@ -133,6 +133,7 @@ def make_node(
     chains: Sequence[Chain | None] = (),
     saved: dict[str, Any] | None = None,
     term_merges: int = 4,
+    pacing: str = "fixed",
     **times: Any,
 ) -> Node:
     config = NodeConfig(
@@ -144,6 +145,7 @@ def make_node(
         genesis_donors=(BOOT,),
         times=replace(TIMES, **times),
         term_merges=term_merges,
+        pacing=pacing,
     )
     return Node(config, FakeSigner(me), random.Random(1), 0.0, chains, saved)
 

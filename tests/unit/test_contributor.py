@@ -215,16 +215,22 @@ def test_a_learner_that_starts_receives_every_fragment() -> None:
     assert script.do(events.LearnerStarted()) == [InstallFragment(0, 0), InstallFragment(1, 0)]
 
 
+def steps_seen(script: Script) -> list[int]:
+    state = script.node.state
+    learners = state.learners(state.registers[0], state.membership.ready(state.now))
+    return [steps for steps, _ in learners]
+
+
 def test_a_dead_learner_does_not_set_the_pace() -> None:
     script = training(B)
     script.do(worked(100))
-    assert script.node.state.all_steps(script.node.state.registers[0]) == [1, 0]
+    assert steps_seen(script) == [1, 0]
     script.do(events.LearnerStopped("crashed"))
     assert script.node.state.step_s == 0
-    assert script.node.state.all_steps(script.node.state.registers[0]) == [0]
+    assert steps_seen(script) == [0]
     script.now = 1.0
     script.beat(B, step_s=0.0)
-    assert script.node.state.all_steps(script.node.state.registers[0]) == []
+    assert steps_seen(script) == []
 
 
 def fates(script: Script) -> tuple[int, dict[str, int], dict[str, int]]:

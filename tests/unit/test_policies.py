@@ -12,6 +12,7 @@ from p2pdiloco.protocol.calibration import Forecast
 from p2pdiloco.protocol.policies import (
     Calibrated,
     CostHistory,
+    Decision,
     Fixed,
     Load,
     Moment,
@@ -20,7 +21,6 @@ from p2pdiloco.protocol.policies import (
     PressureGate,
     RandomMoment,
     Tokens,
-    Verdict,
     WorkloadAware,
     decide,
 )
@@ -65,18 +65,18 @@ def policies() -> list[Policy]:
 )
 def test_every_policy_stays_within_the_window(number: int, **seen: Any) -> None:
     at = moment(**seen)
-    verdict = decide(policies()[number], at)
+    decision = decide(policies()[number], at)
     if at.steps < at.opens:
-        assert not verdict.sync
+        assert not decision.sync
     if at.steps >= at.closes:
-        assert verdict.sync
-    assert verdict.wait_steps == (0 if verdict.sync else at.closes - at.steps)
-    assert verdict.reason
+        assert decision.sync
+    assert decision.wait_steps == (0 if decision.sync else at.closes - at.steps)
+    assert decision.reason
 
 
 def test_fixed_syncs_as_soon_as_it_may() -> None:
-    assert decide(Fixed(), moment(steps=9)) == Verdict(False, "9 of 10 steps are done", 21)
-    assert decide(Fixed(), moment(steps=10)) == Verdict(True, "10 steps are done")
+    assert decide(Fixed(), moment(steps=9)) == Decision(False, "9 of 10 steps are done", 21)
+    assert decide(Fixed(), moment(steps=10)) == Decision(True, "10 steps are done")
 
 
 def test_tokens_wait_for_enough_of_them() -> None:
@@ -85,8 +85,8 @@ def test_tokens_wait_for_enough_of_them() -> None:
 
 
 def test_the_gate_closes_at_the_highest_pressure_and_names_it() -> None:
-    verdict = decide(PressureGate(), moment(pressure=Pressure(link=0.2, owner=0.7)))
-    assert verdict == Verdict(False, "other programs is at 0.70, the limit 0.60", 10)
+    decision = decide(PressureGate(), moment(pressure=Pressure(link=0.2, owner=0.7)))
+    assert decision == Decision(False, "other programs is at 0.70, the limit 0.60", 10)
 
 
 def test_load_weighs_what_presses() -> None:
@@ -119,8 +119,8 @@ def test_the_published_sign_of_staleness_holds_back_the_oldest_state() -> None:
 def test_a_sync_that_is_safe_comes_at_once() -> None:
     history = CostHistory()
     history.add(0.0)
-    verdict = decide(Calibrated(history), moment(forecast=SAFE))
-    assert verdict == Verdict(
+    decision = decide(Calibrated(history), moment(forecast=SAFE))
+    assert decision == Decision(
         True, "answers should stay below 150 ms during a sync, 200 are allowed"
     )
 
@@ -129,9 +129,9 @@ def test_an_unsafe_sync_waits_while_better_moments_may_be_expected() -> None:
     history = CostHistory()
     for cost in (0.0, 0.0, 3.0, 0.0) * 5:
         history.add(cost)
-    verdict = decide(Calibrated(history), moment(forecast=RISKY))
-    assert not verdict.sync
-    assert verdict.reason.startswith("a sync now would make 3.00 answers late per second, 0.0")
+    decision = decide(Calibrated(history), moment(forecast=RISKY))
+    assert not decision.sync
+    assert decision.reason.startswith("a sync now would make 3.00 answers late per second, 0.0")
 
 
 def test_an_unsafe_sync_comes_when_waiting_promises_no_better() -> None:
@@ -142,9 +142,9 @@ def test_an_unsafe_sync_comes_when_waiting_promises_no_better() -> None:
 
 
 def test_what_was_never_measured_is_left_to_the_gate() -> None:
-    verdict = decide(Calibrated(), moment(pressure=Pressure(serving=0.9)))
-    assert not verdict.sync
-    assert verdict.reason.startswith("no served answers were measured yet; serving is at 0.90")
+    decision = decide(Calibrated(), moment(pressure=Pressure(serving=0.9)))
+    assert not decision.sync
+    assert decision.reason.startswith("no served answers were measured yet; serving is at 0.90")
 
 
 def test_the_reserve_is_the_value_of_the_stopping_problem() -> None:
