@@ -126,6 +126,7 @@ class Host:
         self._addresses_changed = asyncio.Event()
         self._directory: Directory | None = None
         self._seeker = Seeker(self._find)
+        self._tending: asyncio.Task[None] | None = None
         self._reachability = (
             Reachability(
                 control,
@@ -237,8 +238,20 @@ class Host:
             await runner.cleanup()
 
     async def watch(self) -> NoReturn:
-        """Never returns; raises `DaemonEnded` when p2pd ends by itself."""
-        raise await self._daemon.wait_ended()
+        """Never returns; raises `DaemonEnded` when p2pd ends by itself, and what the tending of the
+        host has died of, which is a bug.
+        """
+        ended = asyncio.create_task(self._daemon.wait_ended(), name="p2pd ends")
+        try:
+            tending = (self._tending,) if self._tending else ()
+            await asyncio.wait((ended, *tending), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ended.cancel()
+        if ended.done():
+            raise ended.result()
+        for task in tending:
+            task.result()
+        raise AssertionError("the tending of a host never returns")
 
     async def open_stream(self, peer: str) -> Stream:
         """A stream to the peer's application; ConnectionError tells why there is none."""
@@ -340,8 +353,8 @@ async def open_host(options: HostOptions) -> AsyncIterator[Host]:
         host = Host(identity, options, daemon, control, p2p, dht)
         stack.push_async_callback(host._close)
         await host._neighbours.go_round()
-        tending = asyncio.create_task(host._tend(), name="host")
-        stack.push_async_callback(_cancelled, tending)
+        host._tending = asyncio.create_task(host._tend(), name="host")
+        stack.push_async_callback(_cancelled, host._tending)
         yield host
 
 

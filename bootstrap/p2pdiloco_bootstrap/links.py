@@ -26,7 +26,7 @@ DIRECT_AGAIN_S = 600.0
 
 
 def addresses_here() -> frozenset[str]:
-    """IP addresses of this machine under which others may know it."""
+    """IP addresses of this machine under which others may know it; OSError if it does not tell."""
     found = (a for each in psutil.net_if_addrs().values() for a in each)
     texts = (a.address for a in found if a.family in (socket.AF_INET, socket.AF_INET6))
     return frozenset(text for text in texts if not _is_of_the_link(text))
@@ -34,18 +34,18 @@ def addresses_here() -> frozenset[str]:
 
 async def close_dead_links(control: Control) -> None:
     """Goes on for ever."""
-    before = addresses_here()
+    before: frozenset[str] = frozenset()
     while True:
-        await asyncio.sleep(LOOK_S)
-        now = addresses_here()
-        if lost := before - now:
-            log.info("this machine lost its address %s: dialing anew", ", ".join(sorted(lost)))
-            try:
+        try:
+            now = addresses_here()
+            lost, before = before - now, now
+            if lost:
+                log.info("this machine lost its address %s: dialing anew", ", ".join(sorted(lost)))
                 for peer in await control.connections():
                     await control.disconnect(peer)
-            except OSError as error:  # p2pd hangs or is gone, which `Host.watch` tells
-                log.debug("cannot close connections: %s", error)
-        before = now
+        except OSError as error:  # no file can be opened, or p2pd is gone, which `Host.watch` tells
+            log.debug("cannot look after connections: %s", error)
+        await asyncio.sleep(LOOK_S)
 
 
 async def replace_relayed_links(

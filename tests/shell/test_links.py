@@ -1,6 +1,7 @@
 """Connections are closed when an address of ours is gone, or when there is a better way."""
 
 import asyncio
+import errno
 
 import pytest
 from virtual_clock import run_virtual
@@ -50,6 +51,30 @@ def test_connections_end_with_an_address(
 
     run_virtual(main())
     assert control.closed == closed
+
+
+def test_a_machine_that_does_not_tell_its_addresses_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    control, told = FakeControl(), iter(["44.128.1.2", None, None, "44.128.7.7"])
+
+    def here() -> frozenset[str]:
+        match next(told, "44.128.7.7"):
+            case None:
+                raise OSError(errno.EMFILE, "Too many open files")
+            case address:
+                return frozenset({address})
+
+    async def main() -> None:
+        monkeypatch.setattr(links, "addresses_here", here)
+        watching = asyncio.create_task(links.close_dead_links(control))
+        await asyncio.sleep(20)
+        assert not watching.done()
+        watching.cancel()
+        await asyncio.wait((watching,))
+
+    run_virtual(main())
+    assert control.closed == ["ann", "bob"]
 
 
 def test_loopback_and_addresses_of_the_link_do_not_count() -> None:
