@@ -9,14 +9,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from importlib import resources
+from typing import cast
 
 import aiohttp
 import pytest
 
 from p2pdiloco.errors import UserError
+from p2pdiloco_daemon.log import is_no_stranger_s_mistake
 from p2pdiloco_daemon.status import app as status_app
 from p2pdiloco_daemon.status import view
-from p2pdiloco_daemon.status.app import build_app, serving_page
+from p2pdiloco_daemon.status.app import BACKLOG, CONNECTIONS_MAX, build_app, serving_page
 
 STATIC = resources.files("p2pdiloco_daemon.status").joinpath("static")
 
@@ -254,6 +256,61 @@ def test_a_port_in_use_is_named_with_the_way_out() -> None:
                     pass
 
     asyncio.run(run())
+
+
+def test_connections_that_are_left_open_take_neither_the_page_nor_many_files() -> None:
+    async def use(session: aiohttp.ClientSession, _node: Node) -> None:
+        port = await port_of(session)
+        left = [
+            await asyncio.open_connection("127.0.0.1", port)
+            for _ in range(2 * CONNECTIONS_MAX + BACKLOG)
+        ]
+        async with session.get("/api/status") as response:
+            assert response.status == 200
+        closed = [reader for reader, _ in left if await has_ended(reader)]
+        assert len(left) - len(closed) <= CONNECTIONS_MAX + BACKLOG
+        for _, writer in left:
+            writer.close()
+
+    browse(use)
+
+
+async def port_of(session: aiohttp.ClientSession) -> int:
+    async with session.get("/") as response:
+        assert response.url.port
+        return response.url.port
+
+
+async def has_ended(reader: asyncio.StreamReader) -> bool:
+    """Whether the other side has closed; what it has not sent by then is not waited for."""
+    await asyncio.sleep(0)
+    return reader.at_eof()
+
+
+@pytest.mark.parametrize(
+    "request_text", [b"GET / HTTP/1.1\r\n\r\n", b"GET / HTTP/7\r\n\r\n", b"\0\xff\r\n\r\n"]
+)
+def test_a_request_that_is_no_http_is_answered_and_does_not_fill_the_log(
+    request_text: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def use(session: aiohttp.ClientSession, _node: Node) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", await port_of(session))
+        writer.write(request_text)
+        assert b"400 Bad Request" in await reader.readline()
+        writer.close()
+
+    browse(use)
+    assert [r.message for r in caplog.records if is_no_stranger_s_mistake(r)] == []
+
+
+def test_a_handler_that_fails_is_a_traceback_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def use(session: aiohttp.ClientSession, node: Node) -> None:
+        node.name = cast(str, object())  # no JSON
+        async with session.get("/api/status") as response:
+            assert response.status == 500
+
+    browse(use)
+    assert [r.levelname for r in caplog.records if is_no_stranger_s_mistake(r)] == ["ERROR"]
 
 
 def test_the_script_never_makes_markup_out_of_text() -> None:

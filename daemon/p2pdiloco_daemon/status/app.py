@@ -37,6 +37,11 @@ EVENT_CLIENTS_MAX = 16
 """A person has a few tabs; each open stream costs one JSON document a second."""
 EVENT_WRITE_TIMEOUT_S = 10.0
 """A client that takes no byte for this long has gone, and must not keep its place."""
+CONNECTIONS_MAX = 64
+"""Open at once, asking or not; a browser has six. One more closes the one that came first, so that
+whoever opens connections and leaves them takes neither the page nor the node's open files."""
+BACKLOG = 16
+"""Connections that wait to be taken, which is done at one go."""
 SHUTDOWN_TIMEOUT_S = 2.0
 
 _STATIC = {
@@ -93,16 +98,29 @@ async def serving_page(app: web.Application, port: int) -> AsyncIterator[str]:
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
     await runner.setup()
     try:
-        await _listen(runner, port)
-        bound_port = runner.addresses[0][1]
-        yield f"http://{LOOPBACK}:{bound_port}/"
+        listener = await _listen(runner, port)
+        bound_port = listener.sockets[0].getsockname()[1]
+        try:
+            yield f"http://{LOOPBACK}:{bound_port}/"
+        finally:
+            listener.close()
     finally:
         await runner.cleanup()
 
 
-async def _listen(runner: web.AppRunner, port: int) -> None:
+async def _listen(runner: web.AppRunner, port: int) -> asyncio.Server:
+    assert runner.server
+    server = runner.server
+
+    def next_connection() -> asyncio.BaseProtocol:
+        surplus = max(0, len(server.connections) + 1 - CONNECTIONS_MAX)
+        for oldest in server.connections[:surplus]:
+            oldest.force_close()
+        return server()
+
+    loop = asyncio.get_running_loop()
     try:
-        await web.TCPSite(runner, LOOPBACK, port).start()
+        return await loop.create_server(next_connection, LOOPBACK, port, backlog=BACKLOG)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise UserError(
