@@ -161,6 +161,29 @@ class SyncSpec(_Section):
     """What an outer gradient becomes on its way, before zstd."""
     term_merges: int = Field(default=4, ge=1, le=10_000)
     """Merges after which the synchronizers rotate."""
+    pacing: Literal["fixed", "load", "pressure-gate", "workload-aware", "calibrated", "random"] = (
+        "fixed"
+    )
+    """When, within the slack, a merge comes: `fixed` at once; `calibrated` when it disturbs what
+    else a machine serves least, as measured there; `load`, `pressure-gate` and `workload-aware` as
+    published; `random`, with which the others are compared."""
+    slack_steps: int = Field(default=0, ge=0)
+    """Inner steps by which a merge may be put off where pacing is not fixed. A period then has
+    between inner_steps - slack_steps and inner_steps + slack_steps, and inner_steps on average."""
+
+    @model_validator(mode="after")
+    def _slack_fits(self) -> Self:
+        if self.slack_steps >= self.inner_steps:
+            raise ValueError(
+                f"slack_steps must be smaller than inner_steps = {self.inner_steps}, "
+                f"got {self.slack_steps}"
+            )
+        if (self.pacing == "fixed") != (self.slack_steps == 0):
+            raise ValueError(
+                f"slack_steps must be {'0' if self.pacing == 'fixed' else 'above 0'} for pacing "
+                f"{self.pacing}, got {self.slack_steps}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _periods_fit(self) -> Self:

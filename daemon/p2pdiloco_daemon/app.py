@@ -40,6 +40,7 @@ from p2pdiloco_daemon.holdings import Holdings
 from p2pdiloco_daemon.lag import LagMonitor
 from p2pdiloco_daemon.learner import Learner, LearnerOptions, running_learner
 from p2pdiloco_daemon.log import configure_logging
+from p2pdiloco_daemon.machine import ServedLog, measure_machine
 from p2pdiloco_daemon.network import Network, running_network
 from p2pdiloco_daemon.node import Expected, NodeShell
 from p2pdiloco_daemon.place import Place, open_place
@@ -110,6 +111,7 @@ class Ground:
     traffic: Traffic
     board: StatusBoard
     settle: SettleRequest
+    served: ServedLog
     stop: asyncio.Event
 
 
@@ -143,7 +145,8 @@ async def _ground(options: NodeOptions, stop: asyncio.Event) -> AsyncIterator[Gr
         place = open_place(options.directory, options.invite)
         identity = Identity.load_or_create(place.identity_path)
         board, settle = StatusBoard(place, identity.peer_id, started), SettleRequest()
-        page = build_app(board.read, settle=settle)
+        served = ServedLog()
+        page = build_app(board.read, settle=settle, take_served=served.take)
         board.page_url = await stack.enter_async_context(serving_page(page, options.status_port))
         logger.info("the status page is at %s", board.page_url)
         network = await stack.enter_async_context(
@@ -151,7 +154,9 @@ async def _ground(options: NodeOptions, stop: asyncio.Event) -> AsyncIterator[Gr
         )
         traffic = Traffic()
         exchange = Exchange(network.session, traffic)
-        yield Ground(options, place, identity, network, exchange, traffic, board, settle, stop)
+        yield Ground(
+            options, place, identity, network, exchange, traffic, board, settle, served, stop
+        )
 
 
 def _host_options(options: NodeOptions, place: Place) -> HostOptions:
@@ -272,13 +277,18 @@ def _chores(
     ground: Ground, part: Part, learner: Learner, lag: LagMonitor
 ) -> dict[str, Coroutine[None, None, None]]:
     """What runs beside the core until the node leaves."""
-    return {
+    chores = {
         "lag monitor": lag.run(),
         "housekeeping": keep_house(
             part.holdings, part.shell, ground.traffic, ground.place.directory
         ),
         "settling": settle_when_asked(ground.settle, learner, part.shell, part.report),
     }
+    if part.signed.spec.sync.slack_steps:
+        chores["measuring"] = measure_machine(
+            ground.served, part.holdings, part.shell, ground.traffic
+        )
+    return chores
 
 
 async def _leave(shell: NodeShell, learner: Learner, owner: asyncio.Task[None]) -> None:

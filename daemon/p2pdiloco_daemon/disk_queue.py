@@ -42,6 +42,11 @@ class DiskQueue:
         return next(iter(self._errors.values()), None)
 
     @property
+    def is_waiting(self) -> bool:
+        """Whether something is being saved."""
+        return self._num_waiting > 0
+
+    @property
     def is_busy(self) -> bool:
         """Half of what may wait does, so that what can be had again should not be saved."""
         return self._num_waiting >= WRITES_WAITING_MAX // 2

@@ -110,6 +110,8 @@ class Holdings:
         self.bytes_on_disk = 0
         self.store = store
         self._worker = worker
+        self._num_computing = 0
+        self.num_computed = 0
         self.disk = DiskQueue(disk)
         self.arrivals = Arrivals(store.parts, self.disk)
         self._log = LineageLog(store, num)
@@ -122,10 +124,19 @@ class Holdings:
         """Version -> when a reader that is behind last asked for it."""
         self._newest_write: Future[None] | None = None
 
+    @property
+    def is_computing(self) -> bool:
+        return self._num_computing > 0
+
     async def compute(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Runs arithmetic in the worker thread."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._worker, lambda: call(*args, **kwargs))
+        self._num_computing += 1
+        try:
+            return await loop.run_in_executor(self._worker, lambda: call(*args, **kwargs))
+        finally:
+            self._num_computing -= 1
+            self.num_computed += 1
 
     # ---------------------------------------------------------------- our contributions
 

@@ -1,12 +1,13 @@
 """Puts together what the page, the JSON and the metrics say, from the parts that know it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from typing import Protocol
 
 from p2pdiloco.protocol.membership import Member
 from p2pdiloco.protocol.node import Node
+from p2pdiloco.protocol.pacer import Pacer
 from p2pdiloco.protocol.register import Register
 from p2pdiloco.protocol.state import Condition
 from p2pdiloco.protocol.wire import PROTOCOL_VERSION
@@ -133,6 +134,7 @@ class Reporter:
             if synchronizer
             else None,
             rounds=self._rounds(),
+            pacing=self._pacing() if state.config.times.slack_steps else None,
             fragments=[self._fragment(register) for register in state.registers],
             members=self._members(),
             traffic=self._traffic(),
@@ -265,6 +267,45 @@ class Reporter:
             for r in reversed(self.node.state.rounds)
         ]
 
+    def _pacing(self) -> view.Pacing:
+        state, pacer = self.node.state, self.node.state.pacer
+        served, fragments = pacer.served, [self._next_sync(r) for r in state.registers]
+        nearest = min(fragments, key=lambda f: f.closes - f.steps)
+        quiet, syncing = (self._bound(pacer, in_flight) for in_flight in (False, True))
+        return view.Pacing(
+            policy=state.config.pacing,
+            sentence=_sentence_of(nearest),
+            pressure=asdict(pacer.pressure),
+            fragments=fragments,
+            target_s=served.target_s if served else None,
+            quiet=quiet,
+            syncing=syncing,
+            answers_total=pacer.model.num_answers,
+            relearned=pacer.model.relearned,
+        )
+
+    def _next_sync(self, register: Register) -> view.NextSync:
+        opens, closes = self.node.state.window(register)
+        decision = self.node.state.pacer.decisions.get(register.index)
+        return view.NextSync(
+            fragment=register.index,
+            steps=self.node.state.local_steps(register),
+            opens=opens,
+            closes=closes,
+            asks_for_time=register.asks_for_time,
+            reason=decision.reason if decision else "nothing was measured yet",
+        )
+
+    @staticmethod
+    def _bound(pacer: Pacer, syncing: bool) -> view.Bound | None:
+        if (served := pacer.served) is None:
+            return None
+        return view.Bound(
+            bound_s=pacer.model.bound_s(served.load, syncing),
+            late=pacer.model.late(served.load, syncing, served.target_s),
+            coverage=pacer.model.coverage[syncing].share,
+        )
+
     def _fragment(self, register: Register) -> view.Fragment:
         held = self.holdings.replica.state(register.index)
         if held and held.version != register.version:
@@ -345,6 +386,16 @@ class Reporter:
             error=self.holdings.disk.error,
             bytes_on_disk=self.holdings.bytes_on_disk,
         )
+
+
+def _sentence_of(sync: view.NextSync) -> str:
+    """For people: which sync comes next, and why it does or waits."""
+    what = f"sync of fragment {sync.fragment} at step {sync.steps}"
+    if sync.steps < sync.opens:
+        return f"{what} of {sync.opens}"
+    if sync.asks_for_time:
+        return f"{what}, by step {sync.closes} at the latest, waiting because {sync.reason}"
+    return f"{what}, ready because {sync.reason}"
 
 
 def _sync_state(register: Register) -> view.FragmentSync:

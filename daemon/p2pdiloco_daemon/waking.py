@@ -99,8 +99,10 @@ def wake_up(
             overlap_steps=spec.sync.overlap_steps,
             quorum=spec.sync.quorum,
             grace_factor=spec.sync.grace_factor,
+            slack_steps=spec.sync.slack_steps,
         ),
         term_merges=spec.sync.term_merges,
+        pacing=spec.sync.pacing,
         contributors_max=spec.limits.max_contributors,
     )
     node = _revive(config, signer, now, chains, kept.get("core"))

@@ -50,6 +50,7 @@ NOISE = 0.01
 """Deviation of a step; a learner that has arrived would have nothing more to contribute."""
 TOKENS_PER_STEP = 10
 TIMES = SyncTimes(inner_steps=6, num_fragments=3, overlap_steps=2, quorum=1, grace_factor=0.8)
+PACING = "fixed"
 
 
 def rot(state: FragmentState | None) -> None:
@@ -304,6 +305,7 @@ def new_node(
         genesis_donors=(BOOT,),
         times=TIMES,
         term_merges=term_merges,
+        pacing=PACING,
     )
     node = kind(config, signer, random.Random(me), now, chains, saved.get("core"))
     holdings.store.save_json("node", saved_state(node))

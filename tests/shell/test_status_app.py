@@ -30,6 +30,7 @@ class Node:
     name: str = "birch"
     num_reads: int = 0
     settled: list[bool] = field(default_factory=list)
+    served: list[bytes] = field(default_factory=list)
 
     def read(self) -> view.Status:
         self.num_reads += 1
@@ -47,11 +48,19 @@ class Node:
     async def settle(self) -> None:
         self.settled.append(True)
 
+    def take_served(self, body: bytes) -> None:
+        if body == b"garbage":
+            raise UserError("report: Invalid JSON")
+        self.served.append(body)
+
 
 @asynccontextmanager
 async def browsing(node: Node, *, settle: bool = True) -> AsyncIterator[aiohttp.ClientSession]:
     application = build_app(
-        node.read, settle=node.settle if settle else None, event_interval_s=0.01
+        node.read,
+        settle=node.settle if settle else None,
+        take_served=node.take_served,
+        event_interval_s=0.01,
     )
     async with (
         serving_page(application, 0) as url,
@@ -200,6 +209,24 @@ def test_settling_needs_the_header() -> None:
             assert (response.status, await response.json()) == (202, {"accepted": True})
 
     assert browse(use).settled == [True]
+
+
+def test_a_program_that_serves_here_says_how_that_goes() -> None:
+    async def use(session: aiohttp.ClientSession, _node: Node) -> None:
+        async with session.post("/api/served", data=b"{}") as response:
+            assert response.status == 403
+        headers = {"X-P2PDiloco": "1"}
+        async with session.post("/api/served", data=b"a report", headers=headers) as response:
+            assert response.status == 202
+        async with session.post("/api/served", data=b"garbage", headers=headers) as response:
+            assert (response.status, await response.json()) == (
+                400,
+                {"error": "report: Invalid JSON"},
+            )
+        async with session.post("/api/served", data=bytes(70_000), headers=headers) as response:
+            assert response.status == 413
+
+    assert browse(use).served == [b"a report"]
 
 
 def test_settling_through_a_rebound_name_is_refused() -> None:

@@ -34,7 +34,13 @@ members[].alive members[].is_self members[].is_synchronizer members[].last_heard
 members[].peer members[].ready members[].role members[].step_s members[].tokens_per_s
 members[].versions_behind
 merges_total network.connected network.last_error network.reach network.restarts
-node_name num_members page_url peer_id protocol_version
+node_name num_members page_url
+pacing.answers_total pacing.fragments[].asks_for_time pacing.fragments[].closes
+pacing.fragments[].fragment pacing.fragments[].opens pacing.fragments[].reason
+pacing.fragments[].steps pacing.policy pacing.pressure.link pacing.quiet.bound_s
+pacing.quiet.coverage pacing.quiet.late pacing.relearned pacing.sentence
+pacing.syncing.bound_s pacing.syncing.coverage pacing.syncing.late pacing.target_s
+peer_id protocol_version
 refusals.old_term
 rounds[].attempt rounds[].contributors[] rounds[].duration_s rounds[].fragment rounds[].outcome
 rounds[].reason rounds[].seconds_ago rounds[].synchronizer rounds[].term rounds[].version
@@ -102,6 +108,19 @@ def status(name: str = "birch") -> view.Status:
                 duration_s=1.5,
             )
         ],
+        pacing=view.Pacing(
+            policy="calibrated",
+            sentence="sync of fragment 0 at step 9 of 12",
+            pressure={"link": 0.5},
+            fragments=[
+                view.NextSync(
+                    fragment=0, steps=9, opens=12, closes=16, asks_for_time=False, reason="soon"
+                )
+            ],
+            target_s=0.2,
+            quiet=view.Bound(bound_s=0.1, late=0.01, coverage=0.95),
+            syncing=view.Bound(bound_s=float("inf"), late=0.2, coverage=0.94),
+        ),
         fragments=[
             view.Fragment(
                 index=0,

@@ -116,6 +116,18 @@ def test_lists_become_tuples() -> None:
             "run.toml: sync: overlap_steps must be smaller than inner_steps = 12, got 12",
         ),
         (
+            'name = "a"\n[sync]\npacing = "calibrated"',
+            "run.toml: sync: slack_steps must be above 0 for pacing calibrated, got 0",
+        ),
+        (
+            'name = "a"\n[sync]\nslack_steps = 3',
+            "run.toml: sync: slack_steps must be 0 for pacing fixed, got 3",
+        ),
+        (
+            'name = "a"\n[sync]\npacing = "calibrated"\nslack_steps = 12',
+            "run.toml: sync: slack_steps must be smaller than inner_steps = 12, got 12",
+        ),
+        (
             'name = "a"\n[sync]\nquorum = 65',
             "run.toml: sync.quorum must be at most limits.max_contributors = 64, got 65",
         ),

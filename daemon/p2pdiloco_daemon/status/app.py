@@ -26,12 +26,16 @@ ReadStatus = Callable[[], Status]
 """Cheap and synchronous: called about once a second and for every request."""
 Settle = Callable[[], Awaitable[None]]
 """Asks the node to settle; returns as soon as the node has taken the request."""
+TakeServed = Callable[[bytes], None]
+"""Takes what a program that serves here says of its answers; UserError if that is wrong."""
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
 ACTION_HEADER = "X-P2PDiloco"
 """A custom header makes a browser ask first before it sends the request to another origin."""
 
+BODY_BYTES_MAX = 64 * 1024
+"""A report of a thousand answers."""
 EVENT_INTERVAL_S = 1.0
 EVENT_CLIENTS_MAX = 16
 """A person has a few tabs; each open stream costs one JSON document a second."""
@@ -67,10 +71,11 @@ def build_app(
     read_status: ReadStatus,
     *,
     settle: Settle | None = None,
+    take_served: TakeServed | None = None,
     event_interval_s: float = EVENT_INTERVAL_S,
 ) -> web.Application:
-    """The application; without `settle` there is nothing in it that acts."""
-    app = web.Application(middlewares=[_guard], client_max_size=1024)
+    """The application; without `settle` and `take_served` there is nothing in it that acts."""
+    app = web.Application(middlewares=[_guard], client_max_size=BODY_BYTES_MAX)
     streams = _EventStreams(read_status, event_interval_s)
     app.on_response_prepare.append(_add_security_headers)
     app.on_shutdown.append(streams.close)
@@ -89,6 +94,8 @@ def build_app(
     app.router.add_get("/metrics", get_metrics)
     if settle is not None:
         app.router.add_post("/api/settle", _settle_handler(settle))
+    if take_served is not None:
+        app.router.add_post("/api/served", _served_handler(take_served))
     return app
 
 
@@ -237,6 +244,19 @@ def _settle_handler(settle: Settle) -> Handler:
         return web.json_response({"accepted": True}, status=202)
 
     return post_settle
+
+
+def _served_handler(take_served: TakeServed) -> Handler:
+    async def post_served(request: web.Request) -> web.Response:
+        if request.headers.get(ACTION_HEADER) != "1":
+            return _error(403, f"send the header {ACTION_HEADER}: 1 with this request")
+        try:
+            take_served(await request.read())
+        except UserError as error:
+            return _error(400, str(error))
+        return web.json_response({"accepted": True}, status=202)
+
+    return post_served
 
 
 def _error(status: int, message: str) -> web.Response:

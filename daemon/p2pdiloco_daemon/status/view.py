@@ -229,6 +229,55 @@ class Traffic:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NextSync:
+    """Of one fragment: when it is merged next, as far as this machine is concerned."""
+
+    fragment: int
+    steps: int
+    """Inner steps since it was last received."""
+    opens: int
+    """Steps after which it may be merged."""
+    closes: int
+    """Steps after which nothing puts it off any more."""
+    asks_for_time: bool
+    reason: str
+    """Why this node wants it merged now, or waits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """Of an answer's latency at the load of now."""
+
+    bound_s: float | None
+    """95 % of the answers should take no longer; None if that cannot be said."""
+    late: float | None
+    """The share of answers that took longer than the target."""
+    coverage: float | None
+    """Of the newest answers, the share that kept the bound given for them; wanted are 0.95."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pacing:
+    """When merges come in a run that leaves slack, and what that rests on."""
+
+    policy: str
+    sentence: str
+    """The fragment that is nearest to its next merge, and why it is merged or waits."""
+    pressure: Mapping[str, float] = field(default_factory=dict)
+    """What shares this machine ("link", "serving", "checkpoint", "owner"), from 0 to 1."""
+    fragments: Sequence[NextSync] = ()
+    target_s: float | None = None
+    """What an answer served here should take at most; None while nothing is served here."""
+    quiet: Bound | None = None
+    """Of answers with no transfer or merge in flight."""
+    syncing: Bound | None = None
+    """Of answers with one."""
+    answers_total: int = 0
+    relearned: int = 0
+    """How often the machine turned out to be another one than it was."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
     """The process that carries this node's connections."""
 
@@ -293,6 +342,8 @@ class Status:
     synchronizer: Synchronizer | None = None
     rounds: Sequence[Round] = ()
     """Newest first."""
+    pacing: Pacing | None = None
+    """None in a run whose merges come as soon as they are due."""
     fragments: Sequence[Fragment] = ()
     members: Sequence[Member] = ()
     """This node included."""

@@ -254,6 +254,25 @@ function drawRounds(status) {
   fill(byId("rounds"), rows.length ? rows : [el("li", "empty", "No round has closed yet.")]);
 }
 
+function drawPacing(status) {
+  const { pacing } = status;
+  byId("pacing-card").hidden = pacing === null;
+  if (pacing === null) return;
+  setText("pacing-policy", pacing.policy);
+  setText("pacing-sentence", pacing.sentence);
+  const percent = (x) => (x === null ? NONE : `${(100 * x).toFixed(0)} %`);
+  const bound = (b) => `${span(b.bound_s)} for 95 % (held for ${percent(b.coverage)}), ${percent(b.late)} late`;
+  const served = pacing.target_s === null
+    ? [["Served here", "nothing that tells of it"]]
+    : [["Answers, at most", span(pacing.target_s)],
+       ["Without a merge", bound(pacing.quiet)],
+       ["During a merge", bound(pacing.syncing)],
+       ["Learnt from", `${plural(pacing.answers_total, "answer")}, anew ${plural(pacing.relearned, "time")}`]];
+  const pressure = Object.entries(pacing.pressure).map(([name, x]) => `${name} ${percent(x)}`).join(" · ");
+  fill(byId("pacing"), [["Pressure", pressure], ...served].flatMap(
+    ([term, words]) => [el("dt", "", term), el("dd", "", words)]));
+}
+
 function drawLedger(status) {
   const { tokens } = status;
   const amounts = {
@@ -522,6 +541,7 @@ function draw(status) {
   drawMembers(status);
   drawFragments(status);
   drawRounds(status);
+  drawPacing(status);
   drawLedger(status);
   drawTraffic(status);
   drawMachine(status);
