@@ -20,6 +20,7 @@ from p2pdiloco.spec import (
     differences,
 )
 from p2pdiloco_bootstrap.identity import Identity, verify_with_key
+from p2pdiloco_daemon.bound import bound_command
 
 SIGNED_SPEC_FILE = "run.spec"
 
@@ -80,7 +81,7 @@ def make_genesis(draft: RunSpec, directory: Path) -> GenesisSpec:
 
 def _genesis_in_child(draft: RunSpec, directory: Path) -> GenesisSpec:
     child = subprocess.run(
-        [sys.executable, "-m", "p2pdiloco_daemon.genesis", str(directory)],
+        bound_command("p2pdiloco_daemon.genesis", str(directory)),
         input=draft.model_dump_json().encode(),
         capture_output=True,
         check=False,

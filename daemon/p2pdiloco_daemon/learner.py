@@ -12,7 +12,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager, suppress
@@ -24,6 +23,7 @@ import numpy as np
 
 from p2pdiloco.optim.fragments import Fragment
 from p2pdiloco.spec import RunSpec
+from p2pdiloco_daemon.bound import bound_command
 from p2pdiloco_daemon.learner_channel import (
     ChannelError,
     CheckpointFailed,
@@ -449,12 +449,9 @@ async def _start_child(threads: int, memory_fd: int) -> _Child:
     with theirs:
         try:
             process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-P",  # a torch.py in the working directory is not torch
-                "-m",
-                "p2pdiloco_daemon.learner_process",
-                str(theirs.fileno()),
-                str(memory_fd),
+                *bound_command(
+                    "p2pdiloco_daemon.learner_process", str(theirs.fileno()), str(memory_fd)
+                ),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.PIPE,

@@ -5,11 +5,10 @@ were asked for. It blocks on nothing but its own steps, except while it is pause
 received every fragment: then it waits for the next command. It leaves when told to, or when the
 control socket closes because the daemon is gone.
 
-Started by `learner` as `python -m p2pdiloco_daemon.learner_process CONTROL_FD MEMORY_FD`; the first
-message on the control socket is `Start`.
+Started by `learner` as `p2pdiloco_daemon.learner_process CONTROL_FD MEMORY_FD`, bound to it (see
+`bound`); the first message on the control socket is `Start`.
 """
 
-import ctypes
 import os
 import signal
 import socket
@@ -68,8 +67,6 @@ EVALUATION_SHARE_MAX = 0.05
 
 SAMPLES_WAITING_MAX = 4
 """A sample stops the training for about a second; more than this are refused."""
-
-_PR_SET_PDEATHSIG = 1
 
 
 class Trainer(Protocol):
@@ -325,7 +322,6 @@ class _ModelJudge:
 def main(control_fd: int, memory_fd: int) -> None:
     """Runs one learner; returns when it was told to leave or the daemon is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _die_with_the_daemon()
     for fd in (control_fd, memory_fd):
         os.set_inheritable(fd, False)
     control = Control(socket.socket(fileno=control_fd))
@@ -336,12 +332,6 @@ def main(control_fd: int, memory_fd: int) -> None:
     except EOFError:
         return
     process.run()
-
-
-def _die_with_the_daemon() -> None:
-    """On Linux in the middle of a step, too; elsewhere the closed socket is seen at its end."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _receive_start(control: Control) -> Start:

@@ -12,8 +12,8 @@ powers of two of the uplink, so that measuring noise does not reshuffle.
 
 import hashlib
 import math
-from bisect import bisect_left
-from collections.abc import Iterable
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -49,8 +49,8 @@ def slot_of(fragment: int, num_candidates: int) -> int:
 
 
 class Order:
-    """The candidates of a turn as `peers`: the first is to act. Deterministic in the set of
-    `members`, which are (peer, uplink in MB/s).
+    """The candidates of a turn: `first` is to act. Deterministic in the set of `members`, which are
+    (peer, uplink in MB/s).
 
     It is kept up to date as they come and go: in a large swarm somebody always does, and to draw
     for everybody anew would be most of a node's work.
@@ -59,20 +59,26 @@ class Order:
     def __init__(self, run_id: str, turn: Turn, members: Iterable[tuple[PeerId, float]]):
         self.run_id = run_id
         self.turn = turn
-        self._keys = {peer: _key(run_id, turn, peer, weight(uplink)) for peer, uplink in members}
-        self._ranked = sorted(self._keys.values())
-        self.peers = [peer for _, peer in self._ranked]
+        self._ranked = sorted(self._key(peer, uplink) for peer, uplink in members)
 
-    def put(self, peer: PeerId, uplink_mb_s: float | None) -> None:
-        """It is a candidate with this uplink now; with None it is none."""
-        if kept := self._keys.pop(peer, None):
-            place = bisect_left(self._ranked, kept)
-            del self._ranked[place], self.peers[place]
-        if uplink_mb_s is not None:
-            key = self._keys[peer] = _key(self.run_id, self.turn, peer, weight(uplink_mb_s))
-            place = bisect_left(self._ranked, key)
-            self._ranked.insert(place, key)
-            self.peers.insert(place, peer)
+    @property
+    def first(self) -> PeerId | None:
+        return self._ranked[0][1] if self._ranked else None
+
+    @property
+    def peers(self) -> Iterator[PeerId]:
+        """Best first."""
+        return (peer for _, peer in self._ranked)
+
+    def put(self, peer: PeerId, before: float | None, now: float | None) -> None:
+        """Its uplink is another `now` than `before`; None while it is no candidate."""
+        if before is not None:
+            del self._ranked[bisect_left(self._ranked, self._key(peer, before))]
+        if now is not None:
+            insort(self._ranked, self._key(peer, now))
+
+    def _key(self, peer: PeerId, uplink_mb_s: float) -> tuple[float, PeerId]:
+        return _key(self.run_id, self.turn, peer, weight(uplink_mb_s))
 
 
 def weight(uplink_mb_s: float) -> float:

@@ -233,6 +233,8 @@ class NodeState:
         if standing == self._standing:
             return False
         self._standing = standing
+        terms = {self._next_term(r) for r in self.registers}
+        self._orders = {turn: order for turn, order in self._orders.items() if turn.term in terms}
         for peer in (*self.membership.changed, self.me):
             self._put(peer)
         self.membership.changed.clear()
@@ -243,11 +245,11 @@ class NodeState:
         """Somebody came, left, or has another uplink."""
         mine = self.uplink_mb_s if self.ready else None
         uplink_mb_s = mine if peer == self.me else self.membership.candidate(peer)
-        self._candidates.pop(peer, None)
+        before = self._candidates.pop(peer, None)
         if uplink_mb_s is not None:
             self._candidates[peer] = uplink_mb_s
         for order in self._orders.values():
-            order.put(peer, uplink_mb_s)
+            order.put(peer, before, uplink_mb_s)
 
     def review_posts(self) -> None:
         """Who was passed over because it seemed dead or idle may be of use again."""
@@ -256,10 +258,8 @@ class NodeState:
             if kept and kept[2][2] > register.attempt_in(kept[2][1]):
                 del self._posts[register.index]
 
-    def candidates(self, fragment: int, term: int, attempt: int) -> Sequence[PeerId]:
-        """Who is to synchronize in this attempt, and who comes next if the attempt falls to none of
-        use.
-        """
+    def order(self, fragment: int, term: int, attempt: int) -> election.Order:
+        """Who is to synchronize in this attempt, and who comes next if it falls to none of use."""
         slot = election.slot_of(fragment, len(self._candidates))
         turn = election.Turn(term, attempt, slot)
         if turn not in self._orders:
@@ -267,11 +267,15 @@ class NodeState:
             self._orders[turn] = order
             if len(self._orders) > ORDERS_KEPT * len(self.registers):
                 del self._orders[next(iter(self._orders))]
-        return self._orders[turn].peers
+        return self._orders[turn]
 
     def attempt(self, register: Register) -> int:
         """The highest attempt seen at the next version of a fragment."""
-        return register.attempt_in(election.term_of(register.version + 1, self.config.term_merges))
+        return register.attempt_in(self._next_term(register))
+
+    def _next_term(self, register: Register) -> int:
+        """Under which its next version is made."""
+        return election.term_of(register.version + 1, self.config.term_merges)
 
     def post(self, register: Register) -> Post:
         """Who is to make the next version of a fragment, as seen from here."""
@@ -285,29 +289,27 @@ class NodeState:
         return post
 
     def _find_post(self, register: Register) -> Post:
-        term = election.term_of(register.version + 1, self.config.term_merges)
+        p, term = register.index, self._next_term(register)
         seen = register.attempt_in(term)
         if not self._candidates:
             return None, term, seen
-        attempts = range(seen, seen + DEAD_ENDS_MAX)
-        for attempt in attempts:
-            first = self.candidates(register.index, term, attempt)[0]
-            if self.is_of_use(first):
+        last = seen + DEAD_ENDS_MAX - 1
+        for attempt in range(seen, last + 1):
+            first = self.order(p, term, attempt).first
+            if first and self.is_of_use(first):
                 return first, term, attempt
-        order = self.candidates(register.index, term, attempts[-1])
-        return next(filter(self.is_of_use, order), order[0]), term, attempts[-1]
+        order = self.order(p, term, last)
+        return next(filter(self.is_of_use, order.peers), order.first), term, last
 
     def deputies(self, register: Register) -> list[PeerId]:
         """Who comes next when the synchronizer of the next version falls silent."""
         _, term, attempt = self.post(register)
-        return [
-            self.candidates(register.index, term, attempt + 1 + k)[0] for k in range(NUM_DEPUTIES)
-        ]
+        attempts = range(attempt + 1, attempt + 1 + NUM_DEPUTIES)
+        return [*filter(None, (self.order(register.index, term, k).first for k in attempts))]
 
     def is_turn_of(self, peer: PeerId, round_id: RoundId) -> bool:
         """Whether `peer` is the candidate for this attempt, as seen from here."""
-        order = self.candidates(round_id.fragment, *round_id.fence)
-        return bool(order) and peer == order[0]
+        return peer == self.order(round_id.fragment, *round_id.fence).first
 
     def local_steps(self, register: Register) -> int:
         return register.steps if register.installed == register.version else 0

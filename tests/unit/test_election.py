@@ -63,8 +63,7 @@ def test_an_order_that_was_kept_up_to_date_is_the_one_made_anew() -> None:
     rng, kept, members = random.Random(0), Order(RUN, Turn(0, 0, 0), EQUAL), dict(EQUAL)
     for _ in range(100):
         peer, uplink = rng.choice(PEERS), rng.choice((None, 0.0, 1.0, 4.0))
-        kept.put(peer, uplink)
-        members.pop(peer, None)
+        kept.put(peer, members.pop(peer, None), uplink)
         if uplink is not None:
             members[peer] = uplink
         assert tuple(kept.peers) == order(RUN, 0, members.items())

@@ -196,11 +196,11 @@ def test_who_leaves_a_large_swarm_tells_some() -> None:
 
 def test_the_orders_of_a_large_swarm_are_renewed_with_the_heartbeats() -> None:
     script = training(*crowd(2 * ORDERS_AT_ONCE_MAX))
-    before = [*script.node.state.candidates(0, 0, 0)]
+    before = [*script.node.state.order(0, 0, 0).peers]
     script.hear(D, make_heartbeat(1))
-    assert script.node.state.candidates(0, 0, 0) == before
+    assert [*script.node.state.order(0, 0, 0).peers] == before
     script.wait(6.0)
-    assert D in script.node.state.candidates(0, 0, 0)
+    assert D in script.node.state.order(0, 0, 0).peers
 
 
 # -------------------------------------------------------------------- conditions

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict
 from p2pdiloco.optim.fragments import fragments_of
 from p2pdiloco.protocol.lineage import unpack_record
 from p2pdiloco.spec import ModelSpec, RunSpec
+from p2pdiloco_daemon.bound import bound_command
 from p2pdiloco_daemon.genesis import genesis_path, read_signed_spec
 from p2pdiloco_daemon.replica import Vector, unpack_state
 from p2pdiloco_daemon.store import Store
@@ -56,8 +57,7 @@ class Findings(BaseModel):
 async def evaluate(request: Request) -> Findings:
     """Runs the child; it is ended when this is cancelled."""
     child = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-m", "p2pdiloco_daemon.demo.evaluation"),
+        *bound_command("p2pdiloco_daemon.demo.evaluation"),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
