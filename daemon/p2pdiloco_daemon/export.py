@@ -141,7 +141,7 @@ def _newest_state(replica: Replica, store: Store, fragment: int) -> FragmentStat
     for merge in stored.merges:
         try:
             record = unpack_record(merge.record)
-            state = replica.apply(fragment, merge.version, merge.payload)
+            state = replica.apply(fragment, merge.version, merge.payload, record.period_steps)
         except P2PDilocoError as error:
             raise StoreError(
                 f"merge {merge.version} of fragment {fragment} on disk is damaged: {error}; "

@@ -30,6 +30,7 @@ from p2pdiloco.protocol.lineage import (
     Contributor,
     Record,
     Signer,
+    period_of,
 )
 from p2pdiloco.protocol.naming import PeerId, RoundId
 from p2pdiloco_bootstrap.serving import Body
@@ -176,12 +177,15 @@ class Holdings:
         """Merges what was taken in from `parts`, weighted by their counters, and applies it."""
         round_ = self._rounds[round_id]
         weighted = [(round_.pulled[p.peer], token_weight(p.tokens, p.steps)) for p in parts]
-        round_.merge = await self.compute(self._merge, round_id, weighted)
+        round_.merge = await self.compute(self._merge, round_id, weighted, period_of(parts))
         return round_.merge
 
-    def _merge(self, round_id: RoundId, parts: Sequence[tuple[Vector, float]]) -> Merge:
+    def _merge(
+        self, round_id: RoundId, parts: Sequence[tuple[Vector, float]], period_steps: int
+    ) -> Merge:
         payload = self.replica.merge(round_id.fragment, parts)
-        state = self.replica.apply(round_id.fragment, round_id.version, payload)
+        p, version = round_id.fragment, round_id.version
+        state = self.replica.apply(p, version, payload, period_steps)
         return Merge(payload, payload_digest(payload), state)
 
     def drop_round(self, round_id: RoundId) -> None:
@@ -201,7 +205,9 @@ class Holdings:
 
         The state is held even if its digest is not the record's: the caller compares, and says so.
         """
-        state = await self.compute(self.replica.apply, record.fragment, record.version, payload)
+        state = await self.compute(
+            self.replica.apply, record.fragment, record.version, payload, record.period_steps
+        )
         if state.digest == record.state_digest:
             self._hold(state, record, payload)
         return state

@@ -142,7 +142,7 @@ def _record_after(chain: Chain, merge: StoredMerge, run_id: str, signer: Signer)
 
 def _replay_merge(replica: Replica, record: Record, payload: Buffer) -> None:
     """PeerError if the merge does not lead to the state that its record names."""
-    state = replica.apply(record.fragment, record.version, payload)
+    state = replica.apply(record.fragment, record.version, payload, record.period_steps)
     if state.digest != record.state_digest:
         raise PeerError(f"{describe(record)} leads to another state than its record says")
     replica.put(state)

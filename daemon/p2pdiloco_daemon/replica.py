@@ -23,7 +23,7 @@ from p2pdiloco.compress.quantize import WireFormat
 from p2pdiloco.errors import P2PDilocoError, PayloadError
 from p2pdiloco.optim.fragments import Fragment
 from p2pdiloco.optim.merge import MergeRule, merge, norm
-from p2pdiloco.optim.outer import nesterov_step
+from p2pdiloco.optim.outer import OuterStep, outer_step
 
 Vector: TypeAlias = npt.NDArray[np.float32]
 """A flat float32 vector, a fragment's tensors in plan order."""
@@ -84,13 +84,16 @@ class Replica:
         wire: WireFormat,
         merge_rule: MergeRule,
         norm_ratio_max: float = NORM_RATIO_MAX,
+        paced_inner_steps: int | None = None,
     ) -> None:
+        """`paced_inner_steps`: H, in a run whose periods vary around it."""
         self.fragments = tuple(fragments)
         self._outer_learning_rate = outer_learning_rate
         self._outer_momentum = outer_momentum
         self._wire = wire
         self._merge_rule = merge_rule
         self._norm_ratio_max = norm_ratio_max
+        self._paced_inner_steps = paced_inner_steps
         self._states: list[FragmentState | None] = [None] * len(self.fragments)
 
     def state(self, fragment: int) -> FragmentState | None:
@@ -150,8 +153,11 @@ class Replica:
         )
         return encode(merged, self._wire)
 
-    def apply(self, fragment: int, version: int, payload: Buffer) -> FragmentState:
+    def apply(
+        self, fragment: int, version: int, payload: Buffer, period_steps: int | None = None
+    ) -> FragmentState:
         """The state that the merge payload makes of the held one; the caller decides to `put` it.
+        `period_steps` are those of the merge's record; only a paced run needs them.
 
         StaleBaseError unless version - 1 is held, StateDamagedError if it is not what it was.
         PayloadError if the payload does not decode, is longer than any merge of admitted
@@ -160,11 +166,17 @@ class Replica:
         base = self._base(fragment, version - 1)
         delta = decode(payload, self.fragments[fragment].size, self._wire)
         self._check_length(norm(delta) / 2, base)  # quantizing twice may lengthen it
-        anchor, momentum = nesterov_step(
-            base.anchor, base.momentum, delta, self._outer_learning_rate, self._outer_momentum
-        )
+        step = self._outer_step(period_steps)
+        anchor, momentum = outer_step(base.anchor, base.momentum, delta, step)
         _check_finite(anchor, momentum)
         return make_state(fragment, version, anchor, momentum)
+
+    def _outer_step(self, period_steps: int | None) -> OuterStep:
+        rate, momentum = self._outer_learning_rate, self._outer_momentum
+        if self._paced_inner_steps is None:
+            return OuterStep.usual(rate, momentum)
+        assert period_steps is not None, "in a paced run every merge has its period"
+        return OuterStep.after(rate, momentum, period_steps, self._paced_inner_steps)
 
     def _newest(self, fragment: int) -> FragmentState:
         state = self._states[fragment]

@@ -56,6 +56,7 @@ def replica_of(spec: RunSpec, fragments: tuple[Fragment, ...]) -> Replica:
         outer_momentum=spec.outer.momentum,
         wire=spec.sync.wire,
         merge_rule=spec.sync.merge,
+        paced_inner_steps=spec.sync.inner_steps if spec.sync.slack_steps else None,
     )
 
 

@@ -10,7 +10,7 @@ here fetches or applies anything.
 import enum
 import hashlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import median_low
@@ -57,6 +57,11 @@ class Refused:
     reason: Sentence
 
 
+def period_of(contributors: Iterable[Contributor]) -> int:
+    """Inner steps of the median contributor since it received the version before."""
+    return median_low(contributor.steps for contributor in contributors)
+
+
 @dataclass(frozen=True)
 class Record:
     """A commit: `version` of `fragment`, made from the record `parent` by one merge.
@@ -97,8 +102,8 @@ class Record:
 
     @property
     def period_steps(self) -> int:
-        """Inner steps of the median contributor since it received the version before."""
-        return median_low(contributor.steps for contributor in self.contributors)
+        """How long the period of this merge was."""
+        return period_of(self.contributors)
 
     @property
     def weight(self) -> tuple[int, int]:

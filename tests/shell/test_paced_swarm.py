@@ -7,11 +7,12 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
-from memory_swarm import TIMES, A, B, Living, Swarm, play_swarm
+from memory_swarm import FRAGMENTS, TIMES, A, B, Living, Swarm, play_swarm
 from test_report import report_of
 
 from p2pdiloco.protocol import events
 from p2pdiloco.protocol.policies import Pressure
+from p2pdiloco_daemon.replica import Replica
 
 H, SLACK = TIMES.inner_steps, 4
 LAG = 2
@@ -22,6 +23,18 @@ LAG = 2
 def paced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memory_swarm.TIMES", replace(TIMES, slack_steps=SLACK))
     monkeypatch.setattr("memory_swarm.PACING", "pressure-gate")
+    monkeypatch.setattr("memory_swarm.new_replica", paced_replica)
+
+
+def paced_replica() -> Replica:
+    return Replica(
+        FRAGMENTS,
+        outer_learning_rate=0.7,
+        outer_momentum=0.3,
+        wire="float32",
+        merge_rule="rda",
+        paced_inner_steps=H,
+    )
 
 
 async def press(living: Living, *spells: tuple[float, float]) -> None:
@@ -51,6 +64,26 @@ def test_periods_stay_in_their_bounds_and_keep_their_mean(tmp_path: Path) -> Non
         assert min(found) >= H - SLACK
         assert max(found) <= H + SLACK + LAG
         assert fmean(found) == pytest.approx(H, abs=LAG)
+
+    play_swarm(tmp_path, scenario)
+
+
+def test_replicas_stay_bit_identical_over_periods_that_vary(tmp_path: Path) -> None:
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start(A, B)
+        await swarm.train(2)
+        busy = swarm.nodes[B]
+        busy.tasks.create_task(press(busy, (0.9, 3.0), (0.1, 5.0)))
+        await swarm.train(60)
+        await swarm.kill(B)
+        await swarm.train(30)
+        swarm.start(B)
+        await swarm.train(30)
+        await swarm.settle()
+        a, b = swarm.nodes[A], swarm.nodes[B]
+        assert a.digests == b.digests and None not in a.digests
+        assert len(set(periods(a))) > 2
+        assert all(r.mended_at is None for n in (a, b) for r in n.node.state.registers)
 
     play_swarm(tmp_path, scenario)
 

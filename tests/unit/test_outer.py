@@ -1,8 +1,11 @@
 import struct
 
 import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from p2pdiloco.optim.outer import nesterov_step
+from p2pdiloco.optim.outer import OuterStep, nesterov_step, outer_step
 
 
 def test_a_step_follows_the_formula() -> None:
@@ -63,3 +66,82 @@ def test_the_arguments_stay_as_they_were() -> None:
         array.setflags(write=False)
     nesterov_step(arrays[0], arrays[1], arrays[2], 0.7, 0.9)
     assert all(array.tolist() == [1, 1, 1] for array in arrays)
+
+
+# -------------------------------------------------------------------- periods that vary
+
+H = 12
+RATE, MOMENTUM = 0.7, 0.9
+REACH = RATE / (1 - MOMENTUM)
+"""How often an outer gradient moves the anchor by itself, in the long run."""
+
+
+def drift(periods: list[int], *, follow: bool = True) -> tuple[list[float], float]:
+    """Anchors after each merge, and the momentum, when every inner step moves by 1."""
+    anchor, momentum, anchors = np.zeros(1, np.float32), np.zeros(1, np.float32), []
+    for period in periods:
+        usual = OuterStep.usual(RATE, MOMENTUM)
+        step = OuterStep.after(RATE, MOMENTUM, period, H) if follow else usual
+        anchor, momentum = outer_step(anchor, momentum, np.array([-period], np.float32), step)
+        anchors.append(float(anchor[0]))
+    return anchors, float(momentum[0])
+
+
+def test_a_period_of_h_steps_makes_the_usual_step_to_the_last_bit() -> None:
+    assert OuterStep.after(0.7, 0.9, H, H) == OuterStep.usual(0.7, 0.9)
+    assert OuterStep.after(0.7, 0.9, 1000, 1000) == OuterStep.usual(0.7, 0.9)
+
+
+def test_momentum_is_forgotten_by_inner_steps() -> None:
+    half, double = (OuterStep.after(0.7, 0.64, period, 12) for period in (6, 24))
+    assert half.momentum == pytest.approx(0.8)
+    assert double.momentum == pytest.approx(0.64**2)
+    assert half.learning_rate == pytest.approx(0.7 * (1 - 0.8) / (1 - 0.64))
+
+
+def test_without_momentum_the_period_does_not_matter() -> None:
+    assert OuterStep.after(0.7, 0.0, 3, 12) == OuterStep.usual(0.7, 0.0)
+
+
+def test_periods_beyond_twice_h_count_as_that() -> None:
+    assert OuterStep.after(0.7, 0.9, 100, 12) == OuterStep.after(0.7, 0.9, 24, 12)
+    assert OuterStep.after(0.7, 0.9, 0, 12) == OuterStep.after(0.7, 0.9, 1, 12)
+
+
+@given(periods=st.lists(st.integers(3, 24), min_size=1, max_size=40))
+def test_every_gradient_moves_the_anchor_by_the_same_in_the_long_run(periods: list[int]) -> None:
+    """What was moved and what momentum has still to move add up, after any periods at all."""
+    anchors, momentum = drift(periods)
+    to_come = REACH * MOMENTUM**2 * -momentum
+    assert anchors[-1] + to_come == pytest.approx(REACH * sum(periods), rel=1e-4)
+
+
+@given(period=st.sampled_from([3, 6, 9, 12, 18, 24]))
+def test_an_anchor_advances_at_the_same_pace_whatever_the_period(period: int) -> None:
+    num = 1200 // period
+    anchors, _ = drift([period] * 2 * num)
+    advance = (anchors[-1] - anchors[num - 1]) / (num * period)
+    assert advance == pytest.approx(REACH, rel=1e-3)
+
+
+def test_left_alone_momentum_would_reach_as_much_further_as_periods_are_longer() -> None:
+    """The inner steps by which the anchor lags behind where it is bound: with the usual factors
+    they grow with the period, with ours they hardly do.
+    """
+    lags = {}
+    for follow in (True, False):
+        for period in (6, 12, 24):
+            anchors, _ = drift([period] * (2400 // period), follow=follow)
+            lags[follow, period] = 2400 - anchors[-1] / REACH
+    assert lags[True, 12] == lags[False, 12]
+    assert lags[False, 24] == pytest.approx(2 * lags[False, 12], rel=1e-3)
+    assert lags[True, 24] == pytest.approx(lags[True, 12], rel=0.15)
+    assert lags[True, 6] == pytest.approx(lags[True, 12], rel=0.15)
+
+
+def test_the_factors_are_the_same_on_every_machine() -> None:
+    step = OuterStep.after(0.5, 0.3, 9, 12)
+    assert step.learning_rate.hex() == "0x1.b2efc868a55f6p-2"
+    assert step.momentum.hex() == "0x1.9f16b43a4baddp-2"
+    assert step.lookahead.hex() == "0x1.c6b4f5c3e7370p-3"
+    assert step.weight.hex() == "0x1.d363d1848dcc2p+0"

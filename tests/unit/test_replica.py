@@ -30,9 +30,14 @@ def weights(seed: int = 0, scale: float = 0.02) -> Vector:
     return (np.random.default_rng(seed).standard_normal(SIZE) * scale).astype(np.float32)
 
 
-def new_replica(wire: WireFormat = "int8") -> Replica:
+def new_replica(wire: WireFormat = "int8", paced_inner_steps: int | None = None) -> Replica:
     replica = Replica(
-        FRAGMENTS, outer_learning_rate=0.7, outer_momentum=0.5, wire=wire, merge_rule="rda"
+        FRAGMENTS,
+        outer_learning_rate=0.7,
+        outer_momentum=0.5,
+        wire=wire,
+        merge_rule="rda",
+        paced_inner_steps=paced_inner_steps,
     )
     replica.put(genesis(0, weights()))
     return replica
@@ -42,6 +47,18 @@ def contribution(replica: Replica, seed: int) -> bytes:
     state = replica.state(0)
     assert state is not None
     return replica.encode_outer_gradient(0, state.version, state.anchor + weights(seed, 1e-3))
+
+
+def test_the_period_of_a_merge_counts_in_a_paced_run_alone() -> None:
+    paced, usual = new_replica(paced_inner_steps=12), new_replica()
+    payload = contribution(usual, 1)
+    states = {
+        (replica is paced, period): replica.apply(0, 1, payload, period)
+        for replica in (paced, usual)
+        for period in (6, 12)
+    }
+    assert states[True, 6].digest != states[True, 12].digest
+    assert states[False, 6].digest == states[False, 12].digest == states[True, 12].digest
 
 
 def test_genesis_is_version_zero_without_momentum() -> None:
