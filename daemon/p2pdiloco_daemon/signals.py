@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first asks to stop, the second does not wait.
+"""Ctrl-C, SIGTERM and the end of the terminal: the first asks to stop, the second does not wait.
 
 The end of whoever started this process asks to stop, too, where it wants that.
 """
@@ -20,7 +20,7 @@ def add_supervisor_option(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def stop_signals(supervisor_fd: int | None = None) -> Iterator[asyncio.Event]:
-    """Set by the first Ctrl-C or SIGTERM; the second one cancels the running task at once.
+    """Set by the first of these signals; the second one cancels the running task at once.
 
     `supervisor_fd` is the reading end of a pipe that nobody writes to: whoever holds the other end
     has ended, however that came, when it can be read.
@@ -41,7 +41,7 @@ def stop_signals(supervisor_fd: int | None = None) -> Iterator[asyncio.Event]:
 
     if supervisor_fd is not None:
         loop.add_reader(supervisor_fd, on_supervisor_gone)
-    numbers = (signal.SIGINT, signal.SIGTERM)
+    numbers = _numbers()
     for number in numbers:
         loop.add_signal_handler(number, on_signal)
     try:
@@ -55,3 +55,10 @@ def stop_signals(supervisor_fd: int | None = None) -> Iterator[asyncio.Event]:
             loop.remove_reader(supervisor_fd)
         for number in numbers:
             loop.remove_signal_handler(number)
+
+
+def _numbers() -> list[signal.Signals]:
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # which `nohup` wants
+        numbers.append(signal.SIGHUP)
+    return numbers
