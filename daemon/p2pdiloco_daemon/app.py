@@ -128,7 +128,7 @@ class Part:
 
 
 async def run_node(options: NodeOptions) -> None:
-    """Runs a node until Ctrl-C or SIGTERM. UserError for what a person has to mend."""
+    """Runs a node until one of `stop_signals`. UserError for what a person has to mend."""
     configure_logging()
     with stop_signals(options.supervisor_fd) as stop:
         async with _ground(options, stop) as ground:
@@ -318,5 +318,5 @@ def _learner_options(
 
 
 def _on_learner(shell: NodeShell, report: LearnerReport, event: learners.LearnerEvent) -> None:
-    report.take(event)
+    report.take(event, asyncio.get_running_loop().time())
     shell.on_learner(event)

@@ -22,6 +22,11 @@ from p2pdiloco_daemon.status.curve import Curve
 
 DIGEST_SHOWN = 12
 
+STILL_S = 60.0
+STILL_STEPS = 20
+"""A learner that has taken no step for so long, and for the time of so many, is said to stand
+still: many times what evaluations and checkpoints take."""
+
 
 @dataclass
 class LearnerReport:
@@ -41,16 +46,19 @@ class LearnerReport:
     restarts: int = 0
     last_error: str | None = None
     paused: bool = False
+    stepped_at: float | None = None
+    """When its process last took a step; None before the first."""
     losses: Curve = field(default_factory=Curve)
     held_out: Curve = field(default_factory=Curve)
 
-    def take(self, event: learners.LearnerEvent) -> None:
+    def take(self, event: learners.LearnerEvent, now: float) -> None:
         match event:
             case learners.Ready():
                 self.state, self.step = view.LearnerState.WAITING, event.step
                 self.device, self.num_parameters = event.device, event.num_parameters
             case learners.StepsDone():
                 self.state, self.step = view.LearnerState.TRAINING, event.step
+                self.stepped_at = now
                 self.compute_s += event.step_s
                 self.compute_queued_s += event.step_queued_s
                 self.stall_s += event.stall_s
@@ -68,6 +76,15 @@ class LearnerReport:
                 self.last_error = event.reason
             case _:
                 pass
+
+    def stands_still(self, now: float, step_s: float) -> bool:
+        """Whether it should train and has not for long, as a process that hangs or was stopped."""
+        return (
+            self.state is view.LearnerState.TRAINING
+            and not self.paused
+            and self.stepped_at is not None
+            and now - self.stepped_at > max(STILL_S, STILL_STEPS * step_s)
+        )
 
     @property
     def stall_share(self) -> float:
@@ -209,9 +226,17 @@ class Reporter:
             return f"The learner process ended and is started again; {swarm} go on meanwhile."
         if not state.learner_alive or self.learner.state is not view.LearnerState.TRAINING:
             return f"Waiting for the learner to start, in a swarm with {swarm}."
+        if self._stands_still():
+            return (
+                f"The learner has taken no step for more than {STILL_S:.0f} s: its process hangs, "
+                f"was stopped, or waits for the machine; {swarm} go on meanwhile."
+            )
         post = state.post(state.registers[0])[0]
         role = "and is the synchronizer" if post == state.me else "and contributes its progress"
         return f"Training with {swarm}; this node learns {role}."
+
+    def _stands_still(self) -> bool:
+        return self.learner.stands_still(self.now(), self.node.state.step_s)
 
     # ---------------------------------------------------------------- the parts
 
@@ -220,7 +245,7 @@ class Reporter:
         return view.Learner(
             state=view.LearnerState.PAUSED if learner.paused else learner.state,
             step=learner.step,
-            tokens_per_s=state.tokens_per_s or None,
+            tokens_per_s=(not self._stands_still() and state.tokens_per_s) or None,
             step_s=state.step_s or None,
             loss=learner.loss,
             held_out_loss=learner.held_out_loss,

@@ -24,7 +24,7 @@ from p2pdiloco.spec import RunSpec
 from p2pdiloco_bootstrap.serving import Traffic
 from p2pdiloco_daemon import learner as learners
 from p2pdiloco_daemon.lag import LagMonitor
-from p2pdiloco_daemon.report import LearnerReport, Reporter
+from p2pdiloco_daemon.report import STILL_S, LearnerReport, Reporter
 from p2pdiloco_daemon.status import view
 
 
@@ -213,19 +213,57 @@ def test_the_parts_of_the_status_agree_with_the_swarm(tmp_path: Path) -> None:
 
 def test_a_learner_adds_up() -> None:
     report = LearnerReport()
-    report.take(learners.Ready(5, "cpu", 3))
+    report.take(learners.Ready(5, "cpu", 3), 0.0)
     assert (report.state, report.step) == (view.LearnerState.WAITING, 3)
     for step, loss in ((4, 2.0), (5, 1.0)):
         report.take(
-            learners.StepsDone(step=step, steps=1, tokens=8, step_s=0.99, stall_s=0.01, loss=loss)
+            learners.StepsDone(step=step, steps=1, tokens=8, step_s=0.99, stall_s=0.01, loss=loss),
+            float(step),
         )
     assert report.state is view.LearnerState.TRAINING
     assert report.loss == pytest.approx(1.9)
     assert report.stall_share == pytest.approx(0.01)
-    report.take(learners.Evaluated(step=5, loss=1.5, seconds=0.1))
-    report.take(learners.Died("killed by SIGKILL", 1.0))
+    report.take(learners.Evaluated(step=5, loss=1.5, seconds=0.1), 6.0)
+    report.take(learners.Died("killed by SIGKILL", 1.0), 7.0)
     assert (report.held_out_loss, report.restarts) == (1.5, 1)
     assert (report.state, report.last_error) == (
         view.LearnerState.RESTARTING,
         "killed by SIGKILL",
     )
+
+
+STEP = learners.StepsDone(step=1, steps=1, tokens=8, step_s=1.0, stall_s=0.0, loss=1.0)
+
+
+@pytest.mark.parametrize(
+    ("step_s", "silence_s", "stands_still"),
+    [(1.0, STILL_S, False), (1.0, STILL_S + 1, True), (9.0, STILL_S + 1, False), (9.0, 200, True)],
+)
+def test_a_learner_without_a_step_for_long_stands_still(
+    step_s: float, silence_s: float, stands_still: bool
+) -> None:
+    report = LearnerReport()
+    report.take(STEP, 10.0)
+    assert report.stands_still(10.0 + silence_s, step_s) is stands_still
+
+
+def test_who_has_not_begun_or_rests_or_is_started_again_does_not_stand_still() -> None:
+    beginning, resting, dead = LearnerReport(), LearnerReport(paused=True), LearnerReport()
+    resting.take(STEP, 0.0)
+    dead.take(STEP, 0.0)
+    dead.take(learners.Died("killed by SIGKILL", 1.0), 1.0)
+    assert not any(report.stands_still(1e6, 1.0) for report in (beginning, resting, dead))
+
+
+def test_a_learner_that_hangs_is_told_and_has_no_speed(tmp_path: Path) -> None:
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start(A, B)
+        await swarm.train(60)
+        reporter = report_of(swarm.nodes[A])
+        reporter.learner.take(STEP, reporter.now())
+        assert reporter.status().learner.tokens_per_s
+        reporter.learner.stepped_at = reporter.now() - 2 * STILL_S
+        assert "has taken no step for more than 60 s" in await still(swarm, reporter)
+        assert reporter.status().learner.tokens_per_s is None
+
+    play_swarm(tmp_path, scenario)
