@@ -19,8 +19,9 @@ from pathlib import Path
 from p2pdiloco.errors import UserError
 from p2pdiloco_bootstrap.invite import PREFIX
 
-BOOTSTRAP_TIMEOUT_S = 120.0
-"""Importing torch, making the first weights and starting a host take 10 s, on a cold disk more."""
+BOOTSTRAP_TIMEOUT_S = 600.0
+"""Importing torch, making the first weights and starting a host take 10 s; on a machine with six
+times more to do than cores, and from a cold disk, over two minutes."""
 
 STOP_TIMEOUT_S = 10.0
 """What a node may take to leave before it is killed."""
@@ -78,7 +79,8 @@ async def bootstrap_peer(
             draining.cancel()
     except TimeoutError as error:
         raise UserError(
-            f"the bootstrap peer gave no invite within {BOOTSTRAP_TIMEOUT_S:.0f} s; see {log}"
+            f"the bootstrap peer gave no invite within {BOOTSTRAP_TIMEOUT_S:.0f} s, as when the "
+            f"machine is busy with other programs; what it says is in {log}"
         ) from error
     finally:
         await stop([process])
