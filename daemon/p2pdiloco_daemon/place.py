@@ -71,7 +71,7 @@ class Place:
         return port
 
     def _last_port(self) -> int:
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, RecursionError):
             match json.loads((self.directory / LISTEN_FILE).read_bytes()):
                 case int(port) if 0 < port < 1 << 16:
                     return port
@@ -117,7 +117,7 @@ def _read(path: Path) -> Place | None:
                 return Place(path.parent, run_id, owner, tuple(map(str, bootstraps)))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read ({error}); remove it and join again") from error
     raise UserError(f"{path} is damaged; remove it and join again with the invite")
 

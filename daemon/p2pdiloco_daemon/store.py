@@ -276,7 +276,7 @@ class Store:
             with disk_access(path):
                 loaded: Json = json.loads(path.read_bytes()) if path.exists() else None
                 return loaded
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             warn_skipped(path, f"is not JSON ({error})")
         except StoreError as error:
             logger.warning("%s", error)

@@ -29,6 +29,9 @@ REPLICA_BYTES_PER_PARAMETER = 8
 LEARNER_BYTES_PER_PARAMETER = 24
 """Weights, gradients, Adam's moments in float32, and both areas of the shared memory."""
 
+INCARNATION_MAX = 1 << 53
+"""No clock and no number of lives comes near; what a file says beyond it is damage."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -82,14 +85,11 @@ def wake_up(
     chains = holdings.resume(signed.run_id, spec.genesis.state_digests, signer)
     kept = holdings.load_json(SAVED_NODE)
     kept = kept if isinstance(kept, dict) else {}
-    before = kept.get("incarnation")
-    # the clock helps where the file was lost: peers ignore a life that seems older than the last
-    incarnation = max(before + 1 if isinstance(before, int) else 1, int(time.time()))
     config = NodeConfig(
         run_id=signed.run_id,
         me=PeerId(identity.peer_id),
         name=identity.peer_id[-8:],
-        incarnation=incarnation,
+        incarnation=next_incarnation(kept.get("incarnation"), time.time()),
         genesis_digests=spec.genesis.state_digests,
         genesis_donors=tuple(
             dict.fromkeys(PeerId(split_peer(address)[1]) for address in place.bootstraps)
@@ -111,6 +111,18 @@ def wake_up(
     return node
 
 
+def next_incarnation(before: object, now: float) -> int:
+    """Above the last life's; `before` is what a file says of it, `now` is a clock's.
+
+    The clock helps where the file was lost: peers ignore a life that seems older than the last.
+    """
+    match before:
+        case int(last) if 0 <= last < INCARNATION_MAX:
+            return max(last + 1, int(now))
+        case _:
+            return int(now)
+
+
 def _revive(
     config: NodeConfig,
     signer: Signer,
@@ -121,6 +133,6 @@ def _revive(
     """With the ledger that was kept, or with a new one where that cannot be read."""
     try:
         return Node(config, signer, random.Random(), now, chains, core)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         logger.warning("the kept ledger is damaged (%r); a new one begins", error)
         return Node(config, signer, random.Random(), now, chains)

@@ -169,7 +169,9 @@ class Ledger:
 
     @classmethod
     def load(cls, saved: Mapping[str, Any]) -> "Ledger":
-        """What `save` returned. Raises KeyError, TypeError or ValueError for anything else."""
+        """What `save` returned. Raises KeyError, TypeError, ValueError or OverflowError for
+        anything else.
+        """
         ledger = cls(len(saved["pending"]))
         ledger._processed = int(saved["processed"])
         ledger.pending = [int(tokens) for tokens in saved["pending"]]
@@ -179,6 +181,9 @@ class Ledger:
         for fragment, recent in enumerate(saved["recent"]):
             for version, settlement in recent.items():
                 ledger._deposit(fragment, int(version), _loaded(settlement))
+        totals = ledger.totals()
+        if not totals.adds_up or min(ledger.pending, default=0) < 0 or totals.merged < 0:
+            raise ValueError(f"a ledger that does not add up: {totals}")
         return ledger
 
 

@@ -121,6 +121,17 @@ def test_what_was_saved_does_not_change_afterwards() -> None:
     assert json.dumps(saved) == before
 
 
+@pytest.mark.parametrize("number", [-5, 7, float("inf"), float("nan"), "x", None])
+@pytest.mark.parametrize("key", ["processed", "pending", "old"])
+def test_a_ledger_that_does_not_add_up_is_refused(key: str, number: object) -> None:
+    ledger = worked(100)
+    settle(ledger, merged=80, offered=80)
+    saved = ledger.save()
+    saved[key] = [number] if key == "pending" else number
+    with pytest.raises((KeyError, TypeError, ValueError, OverflowError)):
+        Ledger.load(saved)
+
+
 @pytest.mark.parametrize("saved", [{}, {"pending": None}, {"pending": ["x"]}], ids=str)
 def test_what_was_not_saved_by_a_ledger_is_refused(saved: dict[str, object]) -> None:
     with pytest.raises((KeyError, TypeError, ValueError)):

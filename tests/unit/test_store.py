@@ -360,9 +360,11 @@ def test_json_comes_back_or_is_skipped(
     assert store.load_json("ledger") is None
     store.save_json("ledger", {"a": [1, "b", None]})
     assert store.load_json("ledger") == {"a": [1, "b", None]}
-    (tmp_path / "ledger.json").write_bytes(b"{half")
-    assert store.load_json("ledger") is None
-    assert "is not JSON" in caplog.text
+    for damage in (b"{half", b"[" * 200_000, b"\xff"):
+        caplog.clear()
+        (tmp_path / "ledger.json").write_bytes(damage)
+        assert store.load_json("ledger") is None
+        assert "is not JSON" in caplog.text
 
 
 def test_nothing_is_logged_when_all_is_well(store: Store, caplog: pytest.LogCaptureFixture) -> None:

@@ -47,7 +47,7 @@ def last_node() -> Path:
             "no run was joined on this machine yet; start with `p2pdiloco join INVITE`, "
             "or name a node's directory with an option (see --help)"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(
             f"{note}: not readable: {error}; remove it and join with an invite"
         ) from error
