@@ -5,6 +5,7 @@ random numbers differ between instruction sets, so they are data that everybody 
 """
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,11 @@ from p2pdiloco_bootstrap.identity import Identity, verify_with_key
 from p2pdiloco_daemon.bound import bound_command
 
 SIGNED_SPEC_FILE = "run.spec"
+
+_OUT_OF_MEMORY = (
+    "there is not enough memory for this model; describe a smaller one, close other programs, or "
+    "start the run on a larger machine"
+)
 
 
 def prepare_run(draft: RunSpec, owner: Identity, directory: Path) -> SignedSpec:
@@ -56,7 +62,12 @@ def make_genesis(draft: RunSpec, directory: Path) -> GenesisSpec:
     from p2pdiloco.optim.fragments import plan_fragments
     from p2pdiloco_daemon.replica import genesis, pack_state
 
-    model = build_model(draft.model, draft.seed, draft.data.sequence_length)
+    try:
+        model = build_model(draft.model, draft.seed, draft.data.sequence_length)
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "can't allocate memory" not in str(error):
+            raise  # torch has no type of its own for the memory of the CPU
+        raise UserError(f"the first weights cannot be made: {_OUT_OF_MEMORY}") from error
     shapes, embeddings = parameter_shapes(model), embedding_names(model)
     fragments = plan_fragments(shapes, draft.sync.num_fragments, embeddings)
     parameters = {name: value.detach().numpy() for name, value in model.named_parameters()}
@@ -89,6 +100,8 @@ def _genesis_in_child(draft: RunSpec, directory: Path) -> GenesisSpec:
     complaint = child.stderr.decode(errors="replace").strip()
     if child.returncode == 2:
         raise UserError(complaint)
+    if child.returncode == -signal.SIGKILL:
+        raise UserError(f"making the first weights was killed; {_OUT_OF_MEMORY}")
     if child.returncode != 0:
         raise RuntimeError(f"making the genesis weights failed ({child.returncode}):\n{complaint}")
     return GenesisSpec.model_validate_json(child.stdout)

@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from pydantic import JsonValue
 
 from p2pdiloco.errors import UserError
 from p2pdiloco.learn.models import build_model, parameter_shapes
@@ -53,6 +54,18 @@ def test_only_the_owner_needs_the_checkpoint_that_a_run_starts_from(tmp_path: Pa
 def test_a_model_that_cannot_be_built_is_told(tmp_path: Path) -> None:
     draft = RunSpec(name="a", model=ModelSpec(config={"model_type": "no-such-model"}))
     with pytest.raises(UserError, match="no-such-model"):
+        prepare_run(draft, Identity.generate(), tmp_path)
+    assert not (tmp_path / SIGNED_SPEC_FILE).exists()
+
+
+def test_a_model_beyond_the_memory_is_told(tmp_path: Path) -> None:
+    config: dict[str, JsonValue] = {
+        "model_type": "llama",
+        "hidden_size": 1 << 40,
+        "num_attention_heads": 4,
+    }
+    draft = RunSpec(name="a", model=ModelSpec(config=config))
+    with pytest.raises(UserError, match="not enough memory"):
         prepare_run(draft, Identity.generate(), tmp_path)
     assert not (tmp_path / SIGNED_SPEC_FILE).exists()
 
