@@ -43,7 +43,9 @@ LEAD_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Volunteers:
-    """Shares are of the time that the nodes were online, from the end of the lead on."""
+    """Shares are of the time that the nodes were online, from the end of the lead on; 0 where that
+    was none.
+    """
 
     num_volunteers: int
     hours: float
@@ -157,9 +159,9 @@ class _House:
             hours=hours,
             online=total_s / (self.end - self._since),
             joins=self.joins,
-            computing=self._looks_stepping / self._looks_online,
-            merged=sum(merged_s.values()) / total_s,
-            merged_median=median(shares),
+            computing=self._looks_stepping / max(1, self._looks_online),
+            merged=sum(merged_s.values()) / total_s if total_s else 0.0,
+            merged_median=median(shares) if shares else 0.0,
             uptime=self._slots_up / self._slots,
             merges_per_hour=len(merges) / hours,
             contributors=fmean(len(record.contributors) for record in merges) if merges else 0.0,

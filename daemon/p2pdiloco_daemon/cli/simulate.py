@@ -266,6 +266,11 @@ def _run_volunteers(arguments: argparse.Namespace) -> int:
         raise UserError("--plot draws the table of chips; leave it out with --volunteers")
     with Console(stderr=True).status(f"{arguments.volunteers} volunteers"):
         result = run_volunteers(arguments.volunteers, arguments.hours, seed=0)
+    if result.online == 0:
+        raise UserError(
+            f"none of {arguments.volunteers} volunteers happened to be online in "
+            f"{arguments.hours:g} h; give more --volunteers or more --hours"
+        )
     _print_volunteers(Console(), result)
     if arguments.json:
         _write("--json", arguments.json, lambda path: _dump(path, asdict(result)))
