@@ -85,7 +85,10 @@ class FetchFailed(ExchangeError):
     """No donor gave the bytes wanted."""
 
     def __init__(self, path: str, reasons: Mapping[str, str], liars: Sequence[str]) -> None:
-        told = "; ".join(f"{donor}: {why}" for donor, why in reasons.items())
+        told = "; ".join(
+            why.replace(donor, donor[-8:]) if donor in why else f"{donor[-8:]}: {why}"
+            for donor, why in reasons.items()
+        )
         super().__init__(f"none of {len(reasons)} donors gave {path}: {told}")
         self.reasons = dict(reasons)
         self.liars = tuple(liars)

@@ -23,6 +23,7 @@ from p2pdiloco.learn.text import HubTokenizer
 from p2pdiloco.optim.fragments import Fragment, fragments_of
 from p2pdiloco.protocol.lineage import unpack_record
 from p2pdiloco.spec import DataSpec, RunSpec
+from p2pdiloco_daemon.files import require_free_directory
 from p2pdiloco_daemon.place import open_place
 from p2pdiloco_daemon.replica import FragmentState, Replica, Vector
 from p2pdiloco_daemon.store import Store
@@ -33,7 +34,7 @@ def export_checkpoint(node_directory: Path, directory: Path) -> None:
 
     UserError if the node has nothing yet, or `directory` exists and is not empty.
     """
-    _require_free(directory)
+    require_free_directory(directory)
     signed = open_place(node_directory, None).spec()
     if signed is None:
         raise UserError(f"{node_directory} has not received its run yet; let it join first")
@@ -84,7 +85,7 @@ def write_checkpoint(
     spec: RunSpec, fragments: Sequence[Fragment], anchors: Sequence[Vector], directory: Path
 ) -> None:
     """Writes the model with these values, float32 [size] for each fragment, all or nothing."""
-    _require_free(directory)
+    require_free_directory(directory)
     model = build_model(spec.architecture, spec.seed, spec.data.sequence_length)
     _load_fragments(model, fragments, anchors)
     unfinished = directory.with_name(directory.name + ".tmp")
@@ -165,8 +166,3 @@ def _load_fragments(
         assert anchor.shape == (fragment.size,) and anchor.dtype == np.float32
         for slot in fragment.slots:
             parameters[slot.name].copy_(torch.tensor(anchor[slot.span]).view(slot.shape))
-
-
-def _require_free(directory: Path) -> None:
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise UserError(f"{directory} exists and is not empty; choose another place for the export")

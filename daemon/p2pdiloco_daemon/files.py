@@ -85,6 +85,12 @@ def lock_directory(directory: Path) -> BinaryIO:
     return file
 
 
+def require_free_directory(directory: Path) -> None:
+    """UserError unless there is nothing at `directory`, or an empty one."""
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise UserError(f"{directory} exists and is not empty; choose another place for the export")
+
+
 def versioned(folder: Path, version: int, kind: str) -> Path:
     """Where the file of a kind lies that is about a version."""
     return folder / f"{version:010d}.{kind}"

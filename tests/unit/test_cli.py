@@ -13,6 +13,7 @@ import pytest
 from p2pdiloco.simulation.goodput_mixed import Mixed
 from p2pdiloco_daemon import goodput_plot
 from p2pdiloco_daemon.cli import directories, simulate
+from p2pdiloco_daemon.cli import main as main_module
 from p2pdiloco_daemon.cli.main import main
 from p2pdiloco_daemon.status.view import NodeState, Run, Status, TokenLedger
 
@@ -210,6 +211,7 @@ def test_status_prints_what_the_node_tells(capsys: pytest.CaptureFixture[str]) -
         (["--interruption-years", "1e-3"], "2400000 chips would fail every 0.013 s"),
         (["--volunteers", "1"], "--volunteers: expected a whole number from 2 to 4000, got 1"),
         (["--volunteers", "9", "--hours", "0"], "--hours: expected a number above 0"),
+        (["--volunteers", "2", "--hours", "0.01"], "none of 2 volunteers happened to be online"),
         (["--volunteers", "9", "--plot", "a.svg"], "--plot draws the table of chips"),
         (["--plot", "a.pdf"], "--plot: expected a file that ends in .png or .svg, got a.pdf"),
         (["--json", "no/such/place.json"], "the directory no/such does not exist"),
@@ -244,3 +246,39 @@ def test_simulate_prints_and_writes_a_small_table(
     assert [cell["row"] for cell in told["cells"]] == ["rigid", "elastic", "M=2"]
     assert told["cells"][2]["merging"]["num_merges"] > 0
     assert told["mixed"][0]["policy"] == "K = 1"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_deleted_current_directory_is_told(
+    command: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert complaint(capsys, command).endswith("has been deleted; cd to one that exists")
+
+
+def test_ctrl_c_while_the_commands_are_imported_says_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main_module, "build_parser", interrupted)
+    assert main(["--help"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_export_tells_at_once_what_cannot_be(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    place, node = tmp_path / "place", tmp_path / "node"
+    words = complaint(capsys, "export", str(place), "--from", str(node))
+    assert words.endswith(f"there is no node in {node}; name its directory with --from")
+    node.mkdir()
+    place.write_text("precious")
+    words = complaint(capsys, "export", str(place), "--from", str(node))
+    assert "exists and is not empty" in words

@@ -1,5 +1,6 @@
 """`p2pdiloco new`: the draft it writes says everything and reads back as written."""
 
+import re
 import stat
 from pathlib import Path
 
@@ -45,6 +46,16 @@ def test_a_file_that_cannot_be_written_is_named(
     (tmp_path / "file").write_text("")
     assert main(["new", str(tmp_path / "file" / "run.toml")]) == 2
     assert "run.toml: cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["", ".", "/", "a" * 300, "a" * 300 + ".toml"], ids=len)
+def test_what_is_no_name_of_a_file_is_told(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["new", name]) == 2
+    assert re.search("name a file|name another file", capsys.readouterr().err)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_draft_reads_back() -> None:

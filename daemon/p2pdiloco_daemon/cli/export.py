@@ -3,7 +3,9 @@
 import argparse
 from pathlib import Path
 
+from p2pdiloco.errors import UserError
 from p2pdiloco_daemon.cli.directories import last_node
+from p2pdiloco_daemon.files import require_free_directory
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -27,6 +29,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(arguments: argparse.Namespace) -> int:
     node: Path = arguments.node or last_node()
+    if not node.is_dir():
+        raise UserError(f"there is no node in {node}; name its directory with --from")
+    require_free_directory(arguments.directory)
     # imported late: torch takes seconds, and a wrong argument should be told at once
     from transformers.utils import logging
 

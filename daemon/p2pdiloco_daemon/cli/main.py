@@ -5,17 +5,16 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from pathlib import Path
 
 from p2pdiloco.errors import P2PDilocoError, UserError
-from p2pdiloco_daemon.cli import bootstrap, demo, export, join, new, sample, simulate, status
-
-_COMMANDS = (demo, new, bootstrap, join, status, export, sample, simulate)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0 done, 1 failed, 2 something the person typed or wrote has to be mended."""
-    arguments = build_parser().parse_args(argv)
     try:
+        _require_a_place()
+        arguments = build_parser().parse_args(argv)
         return int(arguments.run(arguments))
     except UserError as error:
         print(f"p2pdiloco: {error}", file=sys.stderr)
@@ -28,6 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
+    # imported late: it takes a second, in which a Ctrl-C should be as quiet as later
+    from p2pdiloco_daemon.cli import bootstrap, demo, export, join, new, sample, simulate, status
+
     parser = argparse.ArgumentParser(
         prog="p2pdiloco",
         description="People with ordinary machines train one model together over ordinary links.",
@@ -36,9 +38,19 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"p2pdiloco {version('p2pdiloco')}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in _COMMANDS:
+    for command in (demo, new, bootstrap, join, status, export, sample, simulate):
         command.add_parser(commands)
     return parser
+
+
+def _require_a_place() -> None:
+    """UserError if the current directory is gone: torch would end the process with a riddle."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise UserError(
+            "the directory in which this was started has been deleted; cd to one that exists"
+        ) from None
 
 
 if __name__ == "__main__":

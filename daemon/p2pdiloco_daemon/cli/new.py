@@ -52,12 +52,16 @@ def owner_key_path(spec_path: Path) -> Path:
 
 def write_draft(path: Path, draft: RunSpec) -> None:
     """Writes spec and key; refuses to overwrite either."""
-    for existing in (path, owner_key_path(path)):
-        if existing.exists():
-            raise UserError(f"{existing} exists already and is not overwritten; name another file")
+    if not path.name:
+        raise UserError(f"{path} is a directory; name a file, for example {path / 'run.toml'}")
     if path.suffix == ".key":
         raise UserError(f"{path}: .key is the ending of the owner's key; name the spec run.toml")
     try:
+        for existing in (path, owner_key_path(path)):
+            if existing.exists():
+                raise UserError(
+                    f"{existing} exists already and is not overwritten; name another file"
+                )
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(draft_text(draft), encoding="utf-8")
     except OSError as error:
