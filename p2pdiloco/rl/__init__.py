@@ -1,0 +1,1 @@
+"""Reinforcement learning: environments, trajectories, the loss, and what is checked of others."""

@@ -1,0 +1,214 @@
+"""What can be checked of an episode that a peer generated, and what it proves.
+
+`story` needs no model and is done for every episode: it plays the trajectory again with the
+answers as they are, and everything else must follow: the prompt of the assigned task, what the
+environment and the tools said, the limits, where it ended, the reward.
+
+`replay` is one prefill and is done for a random sample: with the assigned noise each token must be
+the one that the policy of its version chooses, and its log-probability that policy's. Noise is a
+pure function (rollout/sampling.py), so there is one right token at almost every place. Where the
+float32 logits of this machine leave it open, a float64 pass decides, as in the engine (verify.py);
+what even that leaves open passes.
+
+An episode that passes both is the one that this policy had to produce for this task. So a peer
+cannot use another model, another temperature, better-looking samples, or invent text or rewards,
+without being seen when it is sampled: of n forged episodes, with a share f re-checked by each of m
+nodes on their own, all go unseen with probability (1 - f)^(n m).
+
+What it does not prove: that the peer generated the episode itself rather than copied it from
+somebody who did; that it did not hold back episodes it did not like (the dispatcher hands those to
+others, and they come out the same); anything of episodes that were not sampled, or of open places
+beyond the first few. An engine with other logits than ours, in bf16 say, and a mixture of experts
+near a tie of its router, choose other tokens now and then and would be refused: here such nodes are
+no cheats, but not checkable. The checker needs the weights of the version, and trusts its own.
+"""
+
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from p2pdiloco.learn.text import Tokenizer
+from p2pdiloco.rl.assignment import StepTasks
+from p2pdiloco.rl.conversation import Conversation, Limits, Policy
+from p2pdiloco.rl.environments import Task
+from p2pdiloco.rl.episodes import Episode
+from p2pdiloco.rollout.request import Token
+from p2pdiloco.rollout.sampling import decide, noise_key
+from p2pdiloco.rollout.verify import canonical_logits, plain_logits
+
+LOGPROB_TOLERANCE = 1e-2
+"""Of a token's log-probability: float32 on other hardware stays far below, another policy above."""
+AGREEMENT = 1e-5
+"""In logits: what two machines' float64 passes differ by, with room (verify.py)."""
+VERDICTS_MAX = 8
+"""Float64 passes per episode and policy, so that no episode can make its check dear."""
+
+
+class Reason(Enum):
+    """Why an episode is refused."""
+
+    NOT_ASSIGNED = "it is none of the step's trajectories"
+    WRONG_PROMPT = "it does not begin with the prompt of its task"
+    WRONG_STORY = "its environment would not have said that"
+    WRONG_LENGTH = "an answer ends where the rules do not end it"
+    WRONG_END = "it ends before or after its end"
+    WRONG_REWARD = "its reward is another"
+    WRONG_VERSION = "its tokens are of policies that the step does not allow"
+    WRONG_TOKEN = "the policy would not have chosen one of its tokens"
+    WRONG_LOGPROB = "a log-probability is not that of the policy"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """What is wrong, and where."""
+
+    reason: Reason
+    position: int
+    """Of the first token that it concerns."""
+
+    def __str__(self) -> str:
+        return f"{self.reason.value} (token {self.position})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rulebook:
+    """What all nodes of a run agree on."""
+
+    tasks: StepTasks
+    task: Task
+    tokenizer: Tokenizer
+    policy: Policy
+    limits: Limits
+    versions: frozenset[int]
+    """Of policies that may have chosen tokens."""
+
+    def conversation(self, trajectory: int) -> Conversation:
+        return Conversation(
+            self.tasks, trajectory, self.task, self.tokenizer, self.policy, self.limits
+        )
+
+
+def story(episode: Episode, rules: Rulebook) -> Refusal | None:
+    """None if all that the policy did not choose is right. Needs no model."""
+    tasks = rules.tasks
+    if episode.step != tasks.step or episode.trajectory >= tasks.num_trajectories:
+        return Refusal(Reason.NOT_ASSIGNED, 0)
+    old = next((p for p, _, version in episode.chosen() if version not in rules.versions), None)
+    if old is not None:
+        return Refusal(Reason.WRONG_VERSION, old)
+    conversation = rules.conversation(episode.trajectory)
+    for answer in episode.answers:
+        written = tuple(conversation.tokens)
+        if conversation.episode is not None:
+            return Refusal(Reason.WRONG_END, len(written))
+        if episode.tokens[: answer.start] != written:
+            reason = Reason.WRONG_STORY if conversation.turn else Reason.WRONG_PROMPT
+            return Refusal(reason, _first_difference(episode.tokens, written))
+        chosen = episode.tokens[answer.start : answer.end]
+        if not _ends_rightly(chosen, rules.policy.stop_token, conversation):
+            return Refusal(Reason.WRONG_LENGTH, answer.end - 1)
+        tokens = zip(chosen, answer.logprobs, answer.versions, strict=True)
+        conversation.answered([Token(*token) for token in tokens])
+    return _end_refusal(episode, conversation)
+
+
+def replay(
+    episode: Episode,
+    rules: Rulebook,
+    models: Mapping[int, PreTrainedModel],
+    margin: float,
+) -> Refusal | None:
+    """None if all tokens of these versions are what the policy chooses. Tokens of other versions
+    are not looked at. `margin` is what float32 logits may be wrong by (`Referee.margin`).
+    """
+    for version, model in models.items():
+        chosen = [(p, logprob) for p, logprob, of in episode.chosen() if of == version]
+        if chosen:
+            refusal = _replay(episode, rules, model, chosen, margin)
+            if refusal is not None:
+                return refusal
+    return None
+
+
+def sampled(episodes: Iterable[Episode], share: float, rng: random.Random) -> list[Episode]:
+    """Those to replay. `rng` must be the checker's own secret, or a cheat could tell which."""
+    return [episode for episode in episodes if rng.random() < share]
+
+
+def _ends_rightly(chosen: Sequence[int], stop_token: int, conversation: Conversation) -> bool:
+    """At the first stop token, or at the most tokens it may have."""
+    num_max = conversation.request().num_tokens_max
+    if stop_token in chosen[:-1] or len(chosen) > num_max:
+        return False
+    return chosen[-1] == stop_token or len(chosen) == num_max
+
+
+def _end_refusal(episode: Episode, conversation: Conversation) -> Refusal | None:
+    end = len(conversation.tokens)
+    if episode.tokens != tuple(conversation.tokens):
+        difference = _first_difference(episode.tokens, conversation.tokens)
+        return Refusal(Reason.WRONG_STORY, difference)
+    right = conversation.episode
+    if right is None or right.is_cut != episode.is_cut:
+        return Refusal(Reason.WRONG_END, end)
+    if right.reward != episode.reward:
+        return Refusal(Reason.WRONG_REWARD, end)
+    return None
+
+
+def _first_difference(tokens: Sequence[int], others: Sequence[int]) -> int:
+    pairs = zip(tokens, others, strict=False)
+    shorter = min(len(tokens), len(others))
+    return next((i for i, (one, other) in enumerate(pairs) if one != other), shorter)
+
+
+@torch.inference_mode()
+def _replay(
+    episode: Episode,
+    rules: Rulebook,
+    model: PreTrainedModel,
+    chosen: Sequence[tuple[int, float]],
+    margin: float,
+) -> Refusal | None:
+    positions = [position for position, _logprob in chosen]
+    logits_NV = plain_logits(model, episode.tokens[: positions[-1]])[[p - 1 for p in positions]]
+    sampling = rules.policy.sampling(rules.tasks)
+    name = rules.tasks.noise_name(episode.trajectory)
+    keys = [noise_key(sampling.seed, name, position) for position in positions]
+    wrong: list[Refusal] = []
+    open_places: list[tuple[int, int]] = []
+    for position, key, choice in zip(
+        positions, keys, decide(logits_NV, [sampling] * len(keys), keys, margin), strict=True
+    ):
+        if not choice.certain:
+            open_places.append((position, key))
+        elif choice.token != episode.tokens[position]:
+            wrong.append(Refusal(Reason.WRONG_TOKEN, position))
+    for position, key in open_places[:VERDICTS_MAX]:
+        exact_1V = canonical_logits(model, episode.tokens[:position], num_last=1)
+        [verdict] = decide(exact_1V, [sampling], [key], AGREEMENT)
+        if verdict.certain and verdict.token != episode.tokens[position]:
+            wrong.append(Refusal(Reason.WRONG_TOKEN, position))
+    wrong += _wrong_logprobs(episode, chosen, logits_NV, sampling.temperature or 1.0, margin)
+    return min(wrong, key=lambda refusal: refusal.position, default=None)
+
+
+def _wrong_logprobs(
+    episode: Episode,
+    chosen: Sequence[tuple[int, float]],
+    logits_NV: Tensor,
+    divisor: float,
+    margin: float,
+) -> Iterator[Refusal]:
+    tokens = [episode.tokens[position] for position, _claimed in chosen]
+    tokens_N1 = torch.tensor(tokens, device=logits_NV.device)[:, None]
+    logprobs_N = (logits_NV.double() / divisor).log_softmax(dim=1).gather(1, tokens_N1)[:, 0]
+    tolerance = LOGPROB_TOLERANCE + 2 * margin / divisor
+    for (position, claimed), logprob in zip(chosen, logprobs_N.tolist(), strict=True):
+        if abs(claimed - logprob) > tolerance:
+            yield Refusal(Reason.WRONG_LOGPROB, position)

@@ -1,0 +1,64 @@
+"""Tools for the policy: a turn that calls one gets its result, and the trajectory goes on.
+
+A call is a whole answer of the form `NAME: ARGUMENT`, on one line. Everything else goes to the
+environment. Tools are pure functions of untrusted text, with bounds of their own.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from p2pdiloco.rl.environments import Ended, Environment, Observed, Outcome, Task
+
+Tool: TypeAlias = Callable[[str], str]
+"""What it says to an argument. Never raises; an argument that makes no sense gets a sentence."""
+
+RESULT_CHARS_MAX = 2000
+"""A longer result is cut: it would fill the context."""
+_CALL = re.compile(r"\s*([a-z]{1,32}): *([^\n]{0,2000})\s*", re.ASCII)
+
+
+@dataclass(slots=True)
+class _WithTools:
+    environment: Environment
+    tools: Mapping[str, Tool]
+    calls_max: int
+    calls: int = 0
+
+    @property
+    def prompt(self) -> str:
+        return self.environment.prompt
+
+    def act(self, answer: str) -> Outcome:
+        call = _CALL.fullmatch(answer)
+        if call is None or call[1] not in self.tools:
+            return self.environment.act(answer)
+        if self.calls == self.calls_max:
+            return Ended(0.0)
+        self.calls += 1
+        return Observed(self.tools[call[1]](call[2])[:RESULT_CHARS_MAX] + "\n")
+
+
+@dataclass(frozen=True, slots=True)
+class WithTools:
+    """A task whose policy may call tools `calls_max` times; one more call ends it with 0."""
+
+    task: Task
+    tools: Mapping[str, Tool]
+    calls_max: int = 4
+
+    def begin(self, seed: int) -> Environment:
+        return _WithTools(self.task.begin(seed), self.tools, self.calls_max)
+
+
+_SUM = re.compile(r" *(-?\d{1,9}) *([-+*]) *(-?\d{1,9}) *", re.ASCII)
+
+
+def calculator(argument: str) -> str:
+    """One operation on two whole numbers of up to nine digits."""
+    parts = _SUM.fullmatch(argument)
+    if parts is None:
+        return "not a sum"
+    a, b = int(parts[1]), int(parts[3])
+    return str({"+": a + b, "-": a - b, "*": a * b}[parts[2]])
