@@ -16,7 +16,7 @@ and suits a replica only if no other is expected to end the trajectory sooner, w
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
@@ -30,6 +30,9 @@ USE_PRESSED = 0.7
 MOVE_GAIN = 0.7
 """A trajectory moves if that is expected to leave it less than this share of its time: estimates
 are rough, and a move makes one history be computed twice."""
+
+REFUSALS_MAX = 8
+"""Pairs that one replica may be found unsuited for at one time; bounds what a decision costs."""
 
 Order: TypeAlias = Literal["short first", "long first", "by use"]
 Key: TypeAlias = tuple[float, ...]
@@ -124,38 +127,55 @@ def pairs(
 
     The candidates of a queue are alike, so only the first of each is looked at.
     """
-    refused: list[set[int]] = [set() for _ in replicas]
-    best = [_best(queues, refused[r], replica, form) for r, replica in enumerate(replicas)]
-    while any(best):
-        r = max(range(len(replicas)), key=lambda r: best[r] or _NOTHING)
-        choice = best[r]
-        assert choice is not None
-        index = -choice[2]
-        if form.suits(queues[index][0], replicas[r]):
-            yield queues[index].popleft(), replicas[r]
-            stale = [other for other, b in enumerate(best) if b is not None and b[2] == -index]
+    rankings = [_Ranking(queues, replica, form) for replica in replicas]
+    while choices := [r for r in rankings if r.best is not None]:
+        chosen = max(choices, key=lambda r: r.best or ())
+        queue = chosen.queue
+        if form.suits(queue[0], chosen.replica):
+            yield queue.popleft(), chosen.replica
+            chosen.rank()
         else:
-            refused[r].add(index)
-            stale = [r]
-        for other in stale:
-            best[other] = _best(queues, refused[other], replicas[other], form)
+            chosen.refuse()
 
 
-_NOTHING: tuple[Key, int, int] = ((), 0, 0)
+class _Ranking:
+    """The queues, best first, as one replica ranks them; nothing changes that but what is placed
+    there."""
 
+    def __init__(self, queues: Sequence[deque[Candidate]], replica: Replica, form: Form) -> None:
+        self.replica = replica
+        self._queues = queues
+        self._form = form
+        self._refused: set[int] = set()
+        self._ranked: list[tuple[Key, int, int]] = []
+        """(rank, free places, -queue), so that of equal pairs the one with most room and then the
+        first queue is larger; smallest first."""
+        self.rank()
 
-def _best(
-    queues: Sequence[deque[Candidate]], refused: Set[int], replica: Replica, form: Form
-) -> tuple[Key, int, int] | None:
-    """(rank, free places, -queue), so that of equal pairs the one with most room and then the first
-    queue is larger; None if there is no pair."""
-    if replica.num_free <= 0:
-        return None
-    return max(
-        (
-            (form.rank(queue[0], replica), replica.num_free, -index)
-            for index, queue in enumerate(queues)
-            if queue and index not in refused and form.fits(queue[0], replica)
-        ),
-        default=None,
-    )
+    @property
+    def best(self) -> tuple[Key, int, int] | None:
+        """None if there is no pair."""
+        while self._ranked and not self._queues[-self._ranked[-1][2]]:
+            self._ranked.pop()
+        return self._ranked[-1] if self._ranked else None
+
+    @property
+    def queue(self) -> deque[Candidate]:
+        """That of the best."""
+        return self._queues[-self._ranked[-1][2]]
+
+    def rank(self) -> None:
+        """Anew, after something was placed here."""
+        replica, form, num_free = self.replica, self._form, self.replica.num_free
+        self._ranked = sorted(
+            (form.rank(queue[0], replica), num_free, -index)
+            for index, queue in enumerate(self._queues)
+            if num_free > 0
+            if queue and index not in self._refused and form.fits(queue[0], replica)
+        )
+
+    def refuse(self) -> None:
+        """The best had better wait for another replica. After several so will the rest."""
+        self._refused.add(-self._ranked.pop()[2])
+        if len(self._refused) == REFUSALS_MAX:
+            self._ranked = []

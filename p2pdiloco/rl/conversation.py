@@ -94,14 +94,16 @@ class Conversation:
     def answered(self, answer: Sequence[Token]) -> None:
         """The turn as it was generated, at least one token, with its stop token if it has one.
 
-        An answer without one was cut: the environment does not see it.
+        One that was as long as an answer may be ends without; the environment hears it as it is.
+        What the trajectory's own limit cut it does not hear.
         """
         chosen = [token.token for token in answer]
         logprobs = tuple(token.logprob for token in answer)
         versions = tuple(token.version for token in answer)
         self._answers.append(Answer(len(self.tokens), logprobs, versions))
         self.tokens += chosen
-        if chosen[-1] != self._policy.stop_token:
+        is_whole = chosen[-1] == self._policy.stop_token
+        if not is_whole and len(chosen) < self._limits.answer_tokens_max:
             self._end(0.0, is_cut=True)
             return
         outcome = self._environment.act(self._tokenizer.decode(chosen))

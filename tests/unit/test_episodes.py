@@ -36,8 +36,12 @@ def test_a_turn_is_asked_for_with_all_that_was_said() -> None:
     assert request.num_tokens_max == LIMITS.answer_tokens_max
 
 
-def test_an_answer_without_its_end_cuts_the_trajectory() -> None:
-    cut = told("ab.", "cccccc")
+def test_an_answer_as_long_as_it_may_be_is_heard_as_it_is() -> None:
+    assert told("abcdef", "c.", "dddddd").reward == pytest.approx(1 / 6)
+
+
+def test_an_answer_that_the_trajectory_s_limit_cut_is_not_heard() -> None:
+    cut = told("abcde", rules=replace(RULES, limits=replace(LIMITS, tokens_max=10)))
     assert cut.is_cut
     assert cut.reward == 0
 
