@@ -41,7 +41,9 @@ Load = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 
 
 class ServedAnswer(NamedTuple):
-    """A request that was answered `seconds_ago`, with `load` others being answered when it came."""
+    """A request that was answered `seconds_ago`; `load` was what was asked of the server when it
+    came, best in requests per second over some seconds.
+    """
 
     seconds_ago: Duration
     latency_s: Duration
@@ -51,8 +53,7 @@ class ServedAnswer(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class ServedReport:
     """What a program that serves on this machine posts, about once a second: how long an answer
-    should take at most, how many requests it is answering now, and the answers since its last
-    report.
+    should take at most, the load now, and the answers since its last report.
     """
 
     target_s: Duration

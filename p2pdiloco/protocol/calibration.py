@@ -11,7 +11,8 @@ in the long run whatever the latencies do. That share is kept, for the page.
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from dataclasses import dataclass, field
-from math import ceil, inf, log2
+from math import ceil, fsum, inf, log2
+from operator import mul
 
 MISSES_WANTED = 0.05
 """The bound should hold for 95 % of the answers."""
@@ -21,10 +22,16 @@ ANSWERS_KEPT = 256
 """Of each load level with and without a sync: a quantile of 95 % rests on 13 of them."""
 ANSWERS_MIN = 20
 """Below so many a level borrows from its neighbours."""
-LEVELS = 8
-"""Load 0, 1, 2 and 3, 4 to 7, ..., 64 and more: requests being answered double from one to the
-next.
+LEVELS = 16
+LEVELS_PER_DOUBLING = 2
+"""Load and one, that is: the first levels end at 0.4, 1, 1.8, 3, 4.7, 7, the last begins at 180."""
+EXTRA_GUESSED = 0.1
+GUESS_ANSWERS = 30
+"""Before anything is known a sync is taken to make a tenth of the answers late, as firmly as if so
+many had been seen: then it is best where few are answered.
 """
+EXTRA_MIN = 0.01
+"""No sync counts as harmless: of moments that seem so the quietest is best."""
 OUTCOMES_KEPT = 500
 CHANGE_ANSWERS = 100
 """The newest answers without a sync: about half should be above the median of their level."""
@@ -35,8 +42,11 @@ _ALL_LEVELS = frozenset(range(LEVELS))
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A request that was answered: in `latency_s`, with `load` others being answered when it came,
-    and whether a sync was in flight meanwhile.
+    """A request that was answered: in `latency_s`, under the `load` when it came, and whether a
+    sync was in flight meanwhile.
+
+    Load is what is asked of whoever answers, best as requests per second over some seconds: what
+    happens to be queued says less of the next seconds, and is itself longer during a sync.
     """
 
     latency_s: float
@@ -47,21 +57,17 @@ class Answer:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
     """Of a sync that would begin now. `bound_s` is exceeded by 5 % of the answers during it,
-    `quiet_bound_s` by as many without it; `late` and `quiet_late` are shares of answers beyond the
-    target; `rate` is answers per second.
+    `quiet_bound_s` by as many without it; infinite if nothing is known. Of the answers `quiet_late`
+    is the share that is late anyhow, `extra_late` the share that a sync would make late; `rate` is
+    answers per second.
     """
 
     target_s: float
     bound_s: float
     quiet_bound_s: float
-    late: float
     quiet_late: float
+    extra_late: float
     rate: float
-
-    @property
-    def extra_late(self) -> float:
-        """The share of answers that a sync would make late."""
-        return max(0.0, self.late - self.quiet_late)
 
     @property
     def cost(self) -> float:
@@ -101,6 +107,10 @@ class _Cell:
             del self.ordered[bisect_left(self.ordered, self._newest.popleft())]
         self._newest.append(latency_s)
         insort(self.ordered, latency_s)
+
+    def late(self, target_s: float) -> float:
+        """Share of answers beyond the target; there must be some."""
+        return 1.0 - bisect_right(self.ordered, target_s) / len(self.ordered)
 
     def is_above_median(self, latency_s: float) -> bool:
         return latency_s > self.ordered[len(self.ordered) // 2]
@@ -155,19 +165,35 @@ class LatencyModel:
         return 1.0 - bisect_right(latencies, target_s) / len(latencies)
 
     def forecast(self, load: float, rate: float, target_s: float) -> Forecast | None:
-        """None until answers were measured both with a sync and without one."""
-        bound_s, quiet_bound_s = (self.bound_s(load, syncing) for syncing in (True, False))
-        late, quiet_late = (self.late(load, syncing, target_s) for syncing in (True, False))
-        if bound_s is None or quiet_bound_s is None or late is None or quiet_late is None:
+        """None until there was an answer without a sync."""
+        quiet_bound_s = self.bound_s(load, False)
+        quiet_late = self.late(load, False, target_s)
+        if quiet_bound_s is None or quiet_late is None:
             return None
+        bound_s = self.bound_s(load, True)
         return Forecast(
             target_s=target_s,
-            bound_s=bound_s,
+            bound_s=inf if bound_s is None else bound_s,
             quiet_bound_s=quiet_bound_s,
-            late=late,
+            extra_late=self.extra_late(load, target_s),
             quiet_late=quiet_late,
             rate=rate,
         )
+
+    def extra_late(self, load: float, target_s: float) -> float:
+        """The share of answers that a sync makes late at this load.
+
+        Few answers come during syncs: what they say at one level is drawn towards what they say at
+        all, and that towards a guess.
+        """
+        nums, extras = [], []
+        for level in range(LEVELS):
+            quiet, syncing = self._cells[level, False], self._cells[level, True]
+            nums.append(len(syncing) if len(quiet) else 0)
+            extras.append(syncing.late(target_s) - quiet.late(target_s) if nums[-1] else 0.0)
+        overall = _drawn(fsum(map(mul, nums, extras)), sum(nums), EXTRA_GUESSED)
+        level = level_of(load)
+        return max(EXTRA_MIN, _drawn(nums[level] * extras[level], nums[level], overall))
 
     def _near(self, load: float, syncing: bool) -> list[float]:
         """Latencies at this level of load in order of size; while those are too few, with those of
@@ -196,5 +222,10 @@ class LatencyModel:
             self._cells[level_of(answer.load), False].add(answer.latency_s)
 
 
+def _drawn(total: float, num: int, towards: float) -> float:
+    """The mean of `num` values, as if there had been `GUESS_ANSWERS` more at `towards`."""
+    return (total + GUESS_ANSWERS * towards) / (num + GUESS_ANSWERS)
+
+
 def level_of(load: float) -> int:
-    return min(LEVELS - 1, int(log2(1.0 + max(0.0, load))))
+    return min(LEVELS - 1, int(LEVELS_PER_DOUBLING * log2(1.0 + max(0.0, load))))

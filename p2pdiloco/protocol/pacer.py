@@ -28,8 +28,8 @@ from p2pdiloco.protocol.policies import (
 class Served:
     """What was answered on this machine in the last second, by whatever serves here.
 
-    `load` requests are being answered now, `rate` came per second; an answer should take at most
-    `target_s`.
+    `load` is that of now (see `Answer`), `rate` answers were given per second; one should take at
+    most `target_s`.
     """
 
     target_s: float

@@ -12,7 +12,7 @@ import random
 from collections import deque
 from dataclasses import astuple, dataclass, field
 from itertools import pairwise
-from math import inf
+from math import exp
 from statistics import fmean
 from typing import NamedTuple, Protocol
 
@@ -187,39 +187,39 @@ def _capped(value: float, full: float) -> float:
 
 @dataclass
 class CostHistory:
-    """Costs of a sync at moments a second apart: what waiting may bring."""
+    """Costs of a sync at moments a second apart: what waiting may bring.
+
+    What uses a machine comes in spells. A moment is *dear* if it costs more than the mean, else
+    *cheap*; how long spells of dear ones last, and what both cost on average, is what is known.
+    """
 
     costs: deque[float] = field(default_factory=lambda: deque(maxlen=COSTS_KEPT))
-    _reserves: list[float] = field(default_factory=list)
-    """Of 0, 1, ... chances, as far as somebody asked since the last cost."""
+    _known: tuple[float, float, float] | None = None
 
     def add(self, cost: float) -> None:
         self.costs.append(cost)
-        self._reserves = [inf]
+        self._known = None
 
-    def spell_s(self) -> float:
-        """Mean length of the spells in which the cost stays on one side of its mean: moments closer
-        than that are no chances of their own.
+    def known(self) -> tuple[float, float, float]:
+        """(mean of the cheap ones, mean of the dear ones, mean length of dear spells in seconds)"""
+        if self._known is None:
+            mean = fmean(self.costs)
+            dear = [cost for cost in self.costs if cost > mean]
+            cheap = [cost for cost in self.costs if cost <= mean] or [mean]
+            ends = sum(a > mean >= b for a, b in pairwise(self.costs))
+            spell_s = len(dear) / max(1, ends)
+            self._known = fmean(cheap), fmean(dear) if dear else mean, spell_s
+        return self._known
+
+    def expected(self, left_s: float) -> float:
+        """The cost of a sync that is put off in a dear spell: until it ends, if it does so within
+        `left_s` (spells end as if at random), else to the end of the window.
         """
-        mean = fmean(self.costs)
-        sides = [cost > mean for cost in self.costs]
-        changes = sum(a != b for a, b in pairwise(sides))
-        return len(sides) / (changes + 1)
-
-    def reserve(self, chances: int) -> float:
-        """What the cost will be, on average, of a sync put off in the best way when there are so
-        many more independent chances, of which the last must be taken:
-        V_1 = E[c], V_n = E[min(c, V_(n-1))] (Moser's stopping problem, with the costs seen so far
-        for the distribution). Infinite for none.
-        """
-        while len(self._reserves) <= chances:
-            value = self._reserves[-1]
-            self._reserves.append(fmean(min(cost, value) for cost in self.costs))
-        return self._reserves[chances]
-
-
-CHANCES_MAX = 20
-"""More change nothing: the reserve is then next to the least cost that was seen."""
+        cheap, dear, spell_s = self.known()
+        if not spell_s:
+            return cheap
+        lasts = exp(-left_s / spell_s)
+        return (1 - lasts) * cheap + lasts * dear
 
 
 @dataclass
@@ -228,7 +228,7 @@ class Calibrated:
 
     Safe: the calibrated bound of an answer's latency during a sync lies within the target. If it
     does not, a sync comes when its cost now (late answers per second that a sync would add) is no
-    more than what may be expected of waiting on (`CostHistory.reserve`). `history` is fed by the
+    more than what may be expected of waiting on (`CostHistory.expected`). `history` is fed by the
     caller, once a second. While nothing is measured, the pressure gate decides.
     """
 
@@ -239,18 +239,17 @@ class Calibrated:
         forecast = moment.forecast
         if forecast is None or not self.history.costs:
             sync, reason = self.gate.judge(moment)
-            return sync, f"no served answers were measured yet; {reason}"
+            return sync, f"nothing that serves here tells of it; {reason}"
         if forecast.bound_s <= forecast.target_s:
             return True, (
                 f"answers should stay below {1e3 * forecast.bound_s:.0f} ms during a sync, "
                 f"{1e3 * forecast.target_s:.0f} are allowed"
             )
-        spell_s = self.history.spell_s()
-        reserve = self.history.reserve(min(CHANCES_MAX, int(moment.left_s / spell_s)))
+        waiting = self.history.expected(moment.left_s)
         cost = f"a sync now would make {forecast.cost:.2f} answers late per second"
-        if forecast.cost <= reserve:
+        if forecast.cost <= waiting:
             return True, f"{cost}, no more than waiting promises"
-        return False, f"{cost}, {reserve:.2f} may be expected of waiting"
+        return False, f"{cost}, {waiting:.2f} may be expected of waiting"
 
 
 # -------------------------------------------------------------------- the baseline

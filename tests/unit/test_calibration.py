@@ -1,4 +1,5 @@
 import random
+from math import inf
 
 import pytest
 from hypothesis import given
@@ -7,10 +8,12 @@ from hypothesis import strategies as st
 from p2pdiloco.protocol.calibration import (
     ANSWERS_MIN,
     CHANGE_ANSWERS,
+    EXTRA_GUESSED,
     LEVELS,
     MISSES_WANTED,
     Answer,
     Coverage,
+    Forecast,
     LatencyModel,
     level_of,
 )
@@ -31,17 +34,42 @@ def test_every_load_has_a_level(load: float) -> None:
     assert 0 <= level_of(load) < LEVELS
 
 
-def test_levels_double() -> None:
-    assert [level_of(load) for load in (0, 1, 2, 3, 6, 7, 14, 15, 1000)] == [
-        0, 1, 1, 2, 2, 3, 3, 4, 7,
-    ]  # fmt: skip
+def test_two_levels_make_a_double() -> None:
+    loads = (0, 0.5, 1, 2, 3, 4, 7, 15, 100, 1000)
+    assert [level_of(load) for load in loads] == [0, 1, 2, 3, 4, 4, 6, 8, 13, 15]
 
 
 def test_a_model_that_saw_nothing_forecasts_nothing() -> None:
     model = LatencyModel()
     assert model.bound_s(0, False) is None
-    model.add(Answer(0.1, 0, False))
     assert model.forecast(0, rate=1.0, target_s=0.2) is None
+
+
+def test_before_the_first_sync_it_guesses() -> None:
+    model = LatencyModel()
+    model.add(Answer(0.1, 0, False))
+    forecast = model.forecast(0, rate=2.0, target_s=0.2)
+    assert forecast == Forecast(
+        target_s=0.2,
+        bound_s=inf,
+        quiet_bound_s=0.1,
+        quiet_late=0.0,
+        extra_late=EXTRA_GUESSED,
+        rate=2.0,
+    )
+
+
+def test_what_syncs_did_at_one_load_is_presumed_of_the_others_until_they_are_known() -> None:
+    model = LatencyModel()
+    for number in range(300):
+        model.add(Answer(0.1, 0, False))
+        model.add(Answer(0.1, 7, False))
+        model.add(Answer(0.5, 0, number % 2 == 0))
+    at_7 = model.extra_late(7, 0.2)
+    assert 0.4 < at_7 < model.extra_late(0, 0.2)
+    for _ in range(300):
+        model.add(Answer(0.1, 7, True))
+    assert model.extra_late(7, 0.2) < 0.1
 
 
 @pytest.mark.parametrize("syncing", [False, True])
@@ -57,10 +85,10 @@ def test_a_sync_costs_what_it_made_late_before() -> None:
     serve(model, random.Random(2), 4000)
     calm, busy = (model.forecast(load, rate=10.0, target_s=0.1) for load in (0, 3))
     assert calm and busy
-    assert calm.quiet_late < 0.01 and calm.late > 0.5
+    assert calm.quiet_late < 0.01 and calm.extra_late > 0.5
     assert calm.bound_s > 0.1 > calm.quiet_bound_s
     assert busy.quiet_late == pytest.approx(0.23, abs=0.1)
-    assert calm.cost == pytest.approx(10 * (calm.late - calm.quiet_late))
+    assert calm.cost == pytest.approx(10 * calm.extra_late)
 
 
 def test_a_sync_that_disturbs_nothing_costs_nothing() -> None:

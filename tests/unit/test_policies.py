@@ -1,7 +1,7 @@
+import math
 import random
 from collections import Counter
 from dataclasses import replace
-from math import inf
 from typing import Any
 
 import pytest
@@ -28,9 +28,9 @@ from p2pdiloco.protocol.policies import (
 share = st.floats(0, 1)
 pressures = st.builds(Pressure, link=share, serving=share, checkpoint=share, owner=share)
 SAFE = Forecast(
-    target_s=0.2, bound_s=0.15, quiet_bound_s=0.1, late=0.02, quiet_late=0.01, rate=10.0
+    target_s=0.2, bound_s=0.15, quiet_bound_s=0.1, extra_late=0.01, quiet_late=0.01, rate=10.0
 )
-RISKY = replace(SAFE, bound_s=0.4, late=0.31)
+RISKY = replace(SAFE, bound_s=0.4, extra_late=0.3)
 
 
 def moment(**changes: Any) -> Moment:
@@ -144,32 +144,37 @@ def test_an_unsafe_sync_comes_when_waiting_promises_no_better() -> None:
 def test_what_was_never_measured_is_left_to_the_gate() -> None:
     decision = decide(Calibrated(), moment(pressure=Pressure(serving=0.9)))
     assert not decision.sync
-    assert decision.reason.startswith("no served answers were measured yet; serving is at 0.90")
+    assert decision.reason.startswith("nothing that serves here tells of it; serving is at 0.90")
 
 
-def test_the_reserve_is_the_value_of_the_stopping_problem() -> None:
-    history = CostHistory()
-    for cost in (0.0, 1.0):
-        history.add(cost)
-    assert [history.reserve(n) for n in range(4)] == [inf, 0.5, 0.25, 0.125]
-
-
-@given(costs=st.lists(st.floats(0, 10), min_size=1, max_size=50), chances=st.integers(1, 20))
-def test_more_chances_never_promise_worse(costs: list[float], chances: int) -> None:
+def history_of(*costs: float) -> CostHistory:
     history = CostHistory()
     for cost in costs:
         history.add(cost)
+    return history
+
+
+def test_a_history_knows_cheap_and_dear_and_how_long_dear_spells_last() -> None:
+    spells = ((0.1,) * 6 + (1.0,) * 4) * 5 + (0.1,) * 10
+    assert history_of(*spells).known() == pytest.approx((0.1, 1.0, 4.0))
+    assert history_of(2.0, 2.0).known() == (2.0, 2.0, 0.0)
+
+
+def test_the_longer_a_sync_may_wait_the_likelier_the_spell_ends_first() -> None:
+    history = history_of(*((0.0,) * 6 + (1.0,) * 4) * 5)
+    assert history.expected(0.0) == pytest.approx(1.0)
+    assert history.expected(4.0) == pytest.approx(math.exp(-4.0 / history.known()[2]))
+    assert history.expected(1000.0) == pytest.approx(0.0)
+
+
+@given(costs=st.lists(st.floats(0, 10), min_size=1, max_size=50), left_s=st.floats(0, 100))
+def test_waiting_promises_something_between_cheap_and_dear(
+    costs: list[float], left_s: float
+) -> None:
+    history = history_of(*costs)
     slack = 1e-9
-    assert history.reserve(chances + 1) <= history.reserve(chances) + slack
-    assert min(costs) - slack <= history.reserve(chances) <= sum(costs) / len(costs) + slack
-
-
-def test_spells_are_as_long_as_what_makes_them() -> None:
-    history = CostHistory()
-    for _ in range(5):
-        for cost in (0.0,) * 6 + (1.0,) * 4:
-            history.add(cost)
-    assert history.spell_s() == 5.0
+    assert min(costs) - slack <= history.expected(left_s) <= max(costs) + slack
+    assert history.expected(left_s + 1) <= history.expected(left_s) + slack
 
 
 @pytest.mark.parametrize("fragment", [0, 3])
