@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from p2pdiloco.protocol.events import SnapshotInfo
 from p2pdiloco.protocol.lineage import Contributor, Record
-from p2pdiloco.protocol.naming import PeerId, RoundId
+from p2pdiloco.protocol.naming import MixId, PeerId, RoundId
+from p2pdiloco.protocol.topology import Row
 from p2pdiloco.protocol.wire import Message
 
 
@@ -116,6 +117,50 @@ class InstallFragment:
     version: int
 
 
+@dataclass(frozen=True, slots=True)
+class OpenMix:
+    """Serve our start of this round to these partners, and to nobody else; what was kept for the
+    fragment's earlier exchanges is dropped.
+    """
+
+    mix: MixId
+    partners: tuple[PeerId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FetchMix:
+    """Answer: MixFetched or MixFailed."""
+
+    mix: MixId
+    peer: PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class CutRound:
+    """Have the learner stand still after the step in hand, and serve its outer gradient of this
+    round to these partners. Answer: RoundCut or RoundUnfinished.
+    """
+
+    fragment: int
+    round: int
+    partners: tuple[PeerId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FinishRound:
+    """The outer step: on our start mixed with those of `starts`, with our outer gradient mixed with
+    those of `outers`, if it was cut. The learner goes on from there.
+
+    Answer: FragmentInstalled and RoundFinished, both of `version`; or RoundUnfinished.
+    """
+
+    fragment: int
+    round: int
+    version: int
+    starts: Row
+    outers: Row | None
+
+
 Action = (
     Send
     | Note
@@ -128,4 +173,8 @@ Action = (
     | FetchRecords
     | CatchUp
     | InstallFragment
+    | OpenMix
+    | FetchMix
+    | CutRound
+    | FinishRound
 )

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from p2pdiloco.protocol.lineage import Record
-from p2pdiloco.protocol.naming import PeerId, RoundId
+from p2pdiloco.protocol.naming import MixId, PeerId, RoundId
 from p2pdiloco.protocol.pacer import Served
 from p2pdiloco.protocol.policies import Pressure
 from p2pdiloco.protocol.wire import Message
@@ -198,6 +198,52 @@ class StateDamaged:
 
 
 @dataclass(frozen=True, slots=True)
+class MixFetched:
+    """Answers FetchMix: the partner's vector is here, decoded and checked."""
+
+    mix: MixId
+    peer: PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class MixFailed:
+    """Answers FetchMix; `hostile` when the bytes were wrong, not merely absent."""
+
+    mix: MixId
+    peer: PeerId
+    reason: str
+    hostile: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RoundCut:
+    """Answers CutRound: the learner stands still and its outer gradient lies ready."""
+
+    fragment: int
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class RoundFinished:
+    """Answers FinishRound: the learner goes on from the start of round `version`, whose state is
+    held and has this digest. FragmentInstalled came before.
+    """
+
+    fragment: int
+    version: int
+    state_digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class RoundUnfinished:
+    """Answers CutRound or FinishRound: the state is as it was, what the learner holds unknown."""
+
+    fragment: int
+    round: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class WrongBytes:
     """A donor sent bytes that are not those of the digest it was asked for."""
 
@@ -235,6 +281,11 @@ Event = (
     | StateReached
     | CatchUpFailed
     | StateDamaged
+    | MixFetched
+    | MixFailed
+    | RoundCut
+    | RoundFinished
+    | RoundUnfinished
     | WrongBytes
     | SettleAsked
     | LeaveAsked

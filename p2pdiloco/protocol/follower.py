@@ -127,7 +127,7 @@ class Follower:
         node = self.node
         for register in node.registers:
             if register.asked and node.now > register.asked_at + ANSWER_S:
-                self._of_no_use(register, register.asked, "no answer to a question for records")
+                self.of_no_use(register, register.asked, "no answer to a question for records")
             if register.newest_seen != register.version:
                 newer = (head.version for head in node.better_heads(register))
                 register.newest_seen = max(newer, default=register.version)
@@ -185,12 +185,12 @@ class Follower:
                 begun=event.begun,
             )
         except PeerError as error:
-            self._of_no_use(register, event.peer, str(error))
+            self.of_no_use(register, event.peer, str(error))
             return
         if plan is None:
             self._disappointed(register, event.peer)
         elif any(record.digest == register.disbelieved for record in plan[1]):
-            self._of_no_use(register, event.peer, "its lineage has a record that is wrong")
+            self.of_no_use(register, event.peer, "its lineage has a record that is wrong")
         else:
             self._pursue(register, plan[0], plan[1], event.peer, event.records)
 
@@ -209,12 +209,12 @@ class Follower:
         member = self.node.membership.members.get(peer)
         announced = member.heartbeat.heads[register.index] if member and member.heartbeat else None
         if announced and register.gains_from(announced.weight):
-            self._of_no_use(register, peer, "it does not have the records that it announced")
+            self.of_no_use(register, peer, "it does not have the records that it announced")
 
     def records_failed(self, event: events.RecordsFailed) -> None:
         register = self.node.registers[event.fragment]
         if register.asked == event.peer:
-            self._of_no_use(register, event.peer, f"no records: {event.reason}")
+            self.of_no_use(register, event.peer, f"no records: {event.reason}")
 
     def _pursue(
         self,
@@ -351,7 +351,7 @@ class Follower:
             f"fragment {register.index}: {sentence(reason)}; next try in {pause_s:.1f} s"
         )
 
-    def _of_no_use(self, register: Register, peer: PeerId, reason: str) -> None:
+    def of_no_use(self, register: Register, peer: PeerId, reason: str) -> None:
         """Others may be asked at once."""
         register.asked = None
         pause_s = self.node.unhelpful.begin(peer, self.node.now)

@@ -41,9 +41,9 @@ class Settlement:
         self._put(kind, reason, offered - merged)
         self._put("lost", OVERLAP if offered else reason, tokens - offered)
 
-    def revise(self, merged: int) -> int:
+    def revise(self, merged: int, reason: str = BRANCH) -> int:
         """Sets what the lineage says was merged; returns by how many tokens `tokens` had to grow
-        for that.
+        for that. What was merged and is not any more is lost for `reason`.
 
         It grows only when the node died after it contributed and before its ledger was saved.
         """
@@ -52,7 +52,7 @@ class Settlement:
         change = merged - self.merged - grown
         self.merged = merged
         if change < 0:
-            self._put("lost", BRANCH, -change)
+            self._put("lost", reason, -change)
         for fate in sorted(self.fates, key=lambda fate: (fate != ("lost", BRANCH), fate)):
             taken = min(max(change, 0), self.fates[fate])
             self.fates[fate] -= taken
@@ -116,7 +116,7 @@ class Ledger:
         self._processed += settlement.revise(merged)
         self._deposit(fragment, version, settlement)
 
-    def revise(self, fragment: int, version: int, merged: int) -> None:
+    def revise(self, fragment: int, version: int, merged: int, reason: str = BRANCH) -> None:
         """The lineage says now that `merged` of our tokens are in this version, for which nothing
         is pending.
 
@@ -127,8 +127,13 @@ class Ledger:
             return
         if known is None or merged != known.merged:
             settlement = self._withdraw(fragment, version)
-            self._processed += settlement.revise(merged)
+            self._processed += settlement.revise(merged, reason)
             self._deposit(fragment, version, settlement)
+
+    def lose_after(self, fragment: int, version: int, reason: str) -> None:
+        """What was merged into later versions is lost: this node does not hold them any more."""
+        for later in [v for v in self._recent[fragment] if v > version]:
+            self.revise(fragment, later, 0, reason)
 
     def totals(self) -> Totals:
         split: dict[str, dict[str, int]] = {"rejected": {}, "lost": {}}

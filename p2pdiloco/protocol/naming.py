@@ -1,7 +1,7 @@
 """The names that every message, event and action speaks of."""
 
 from dataclasses import dataclass
-from typing import Annotated, NewType
+from typing import Annotated, Literal, NewType
 
 from pydantic import Field
 
@@ -36,6 +36,20 @@ class RoundId:
 
     def __str__(self) -> str:
         return f"fragment {self.fragment} v{self.version} (term {self.term}.{self.attempt})"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class MixId:
+    """One exchange of vectors among partners that gossip: in `round` of a fragment its `part`, the
+    parameters at the start of the round or the outer gradient at its end.
+    """
+
+    fragment: int
+    round: int
+    part: Literal["start", "outer"]
+
+    def __str__(self) -> str:
+        return f"{self.part} of round {self.round} of fragment {self.fragment}"
 
 
 def sentence(text: str) -> str:

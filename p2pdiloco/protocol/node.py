@@ -18,6 +18,7 @@ from p2pdiloco.errors import PeerError
 from p2pdiloco.protocol import contributor, events
 from p2pdiloco.protocol.actions import Action
 from p2pdiloco.protocol.follower import Follower
+from p2pdiloco.protocol.gossip import Gossiper
 from p2pdiloco.protocol.ledger import Ledger
 from p2pdiloco.protocol.lineage import Chain, Record, Signer
 from p2pdiloco.protocol.membership import REPORTERS_MAX, Membership
@@ -36,6 +37,7 @@ from p2pdiloco.protocol.wire import (
     Heartbeat,
     Left,
     Message,
+    Mixing,
     RoundDeclined,
     RoundOpened,
 )
@@ -51,6 +53,7 @@ FAREWELLS_MAX = 64
 LOSS_SMOOTHING = 0.1
 """Of the loss by which progress since a sync is judged: single batches differ by more."""
 NO_HEAD = Head(-1, "0" * 64, 0)
+UNSAVED = "in a round that was not on this node's disk when it ended"
 STOPPED = "the node was stopped before they were merged"
 
 
@@ -81,6 +84,8 @@ class Node:
         )
         self.synchronizer = Synchronizer(self.state)
         self.follower = Follower(self.state, self.synchronizer)
+        plan = config.gossip
+        self.gossiper = Gossiper(self.state, self.follower, plan) if plan else None
         self.history: deque[tuple[float, events.Event]] = deque(maxlen=EVENTS_KEPT)
         self._heads = [NO_HEAD] * num
         self._sequence = 0
@@ -132,11 +137,16 @@ class Node:
         it lives, has received what we hold: so the ledger is final as well.
         """
         state = self.state
-        return state.settling and all(
-            not r.busy
-            and not state.better_heads(r)
-            and (r.installed == r.version or not state.learner_alive)
-            for r in state.registers
+        ending = self.gossiper is not None and self.gossiper.is_busy
+        return (
+            state.settling
+            and not ending
+            and all(
+                not r.busy
+                and not state.better_heads(r)
+                and (r.installed == r.version or not state.learner_alive)
+                for r in state.registers
+            )
         )
 
     def save(self) -> dict[str, Any]:
@@ -157,6 +167,8 @@ class Node:
                 ledger.settle(p, installed + 1, merged=0, offered=0, kind="lost", reason=STOPPED)
             for record in register.chain.records if register.chain else ():
                 ledger.revise(p, record.version, record.tokens_of(self.state.me))
+            if self.gossiper:
+                ledger.lose_after(p, register.version, UNSAVED)
 
     # ---------------------------------------------------------------- events
 
@@ -178,8 +190,13 @@ class Node:
                 contributor.learner_started(state)
             case events.LearnerStopped(reason):
                 contributor.learner_stopped(state, reason)
+                if self.gossiper:
+                    self.gossiper.learner_stopped()
             case events.FragmentInstalled():
-                contributor.installed(state, event)
+                if self.gossiper:
+                    self.gossiper.installed(event)
+                else:
+                    contributor.installed(state, event)
             case events.ContributionPrepared():
                 self._contribution_prepared(event)
             case events.ContributionFailed():
@@ -195,17 +212,26 @@ class Node:
                 if register.round and register.round.id == round_id:
                     synchronizer.give_up(register, reason)
             case events.RecordsFetched():
-                follower.records_fetched(event)
+                (self.gossiper or follower).records_fetched(event)
             case events.RecordsFailed():
                 follower.records_failed(event)
             case events.StateReached():
-                follower.state_reached(event)
+                (self.gossiper or follower).state_reached(event)
             case events.CatchUpFailed():
                 follower.catch_up_failed(event)
             case events.StateDamaged():
                 follower.state_damaged(event)
             case events.WrongBytes(peer, reason):
                 state.refuse(reason, peer)
+            case (
+                events.MixFetched()
+                | events.MixFailed()
+                | events.RoundCut()
+                | events.RoundFinished()
+                | events.RoundUnfinished()
+            ):
+                assert self.gossiper, event
+                self.gossiper.handle(event)
             case events.SettleAsked():
                 state.settling = True
                 self._heartbeat()
@@ -223,11 +249,19 @@ class Node:
         except PeerError as error:
             self.state.refuse(str(error), sender)
 
-    def _take(self, sender: PeerId, message: Message) -> None:
+    def _take(self, sender: PeerId, message: Message) -> None:  # noqa: C901 (one case for each)
         num = len(self.state.registers)
         match message:
             case Heartbeat():
                 self._take_heartbeat(sender, message)
+            case Left():
+                self.state.membership.left(sender)
+            case Mixing():
+                if not self.gossiper:
+                    raise PeerError("it gossips, this run has synchronizers")
+                self.gossiper.mixing(sender, message)
+            case _ if self.gossiper:
+                raise PeerError(f"it speaks of a {message.kind}, this run gossips")
             case Committed(record):
                 _check_fragment(record.fragment, num)
                 self.follower.committed(sender, record)
@@ -242,8 +276,6 @@ class Node:
             case RoundDeclined():
                 _check_fragment(message.round.fragment, num)
                 self.synchronizer.declined(sender, message)
-            case Left():
-                self.state.membership.left(sender)
             case _:
                 assert_never(message)
 
@@ -262,8 +294,11 @@ class Node:
         if self.state.membership.heard(sender, heartbeat, self.state.now):
             if newcomer and self.state.ready:
                 self.state.send(sender, self._my_heartbeat())
-            self.follower.heartbeat(sender, heartbeat)
-            self.synchronizer.heartbeat(sender, heartbeat)
+            if self.gossiper:
+                self.gossiper.heartbeat(sender, heartbeat)
+            else:
+                self.follower.heartbeat(sender, heartbeat)
+                self.synchronizer.heartbeat(sender, heartbeat)
 
     def _is_newcomer(self, sender: PeerId, heartbeat: Heartbeat) -> bool:
         """Whether we hear for the first time, and from itself, of a node that holds no state. It is
@@ -330,6 +365,9 @@ class Node:
 
     def _tell_due(self, register: Register) -> None:
         """The synchronizer should not learn a second late that we have done H steps."""
+        if self.gossiper:
+            self._heartbeat()
+            return
         synchronizer = self.state.post(register)[0]
         if synchronizer and synchronizer != self.state.me and self._reports():
             self.state.send(synchronizer, self._without_gossip(self._my_heartbeat()))
@@ -382,6 +420,9 @@ class Node:
         if state.gone:
             return
         beats = state.now >= self._next_heartbeat
+        if self.gossiper:
+            self._look_around_for_partners(self.gossiper, beats)
+            return
         if beats:
             state.review_posts()
         if moved:
@@ -393,6 +434,15 @@ class Node:
             self._start_from_genesis()
             self.synchronizer.lose_patience()
         self.synchronizer.look_around()
+
+    def _look_around_for_partners(self, gossiper: Gossiper, beats: bool) -> None:
+        if beats:
+            self._heartbeat()
+            self.state.membership.forget(self.state.now)
+            self.follower.look_around()
+            self._start_from_genesis()
+            gossiper.beat()
+        gossiper.look_around(beats)
 
     def _start_from_genesis(self) -> None:
         """Nobody who is here has anything newer: take version 0 from those who made it."""
@@ -423,7 +473,11 @@ class Node:
         return replace(message, sightings=()) if self.state.membership.slowness > 1 else message
 
     def _posts(self) -> list[PeerId]:
-        """The synchronizers of the next rounds: they need our counters, if we are asked."""
+        """The synchronizers of the next rounds: they need our counters, if we are asked; where
+        there are none, those we mix with.
+        """
+        if self.gossiper:
+            return self.gossiper.partners
         posts = {self.state.post(r)[0] for r in self.state.registers if r.chain}
         return [p for p in sorted(filter(None, posts)) if p != self.state.me and self._reports()]
 

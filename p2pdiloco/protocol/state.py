@@ -19,6 +19,7 @@ from p2pdiloco.protocol.pacer import Pacer
 from p2pdiloco.protocol.pacing import Clocks, SyncTimes
 from p2pdiloco.protocol.pauses import Pauses
 from p2pdiloco.protocol.register import Register
+from p2pdiloco.protocol.topology import GossipPlan
 from p2pdiloco.protocol.wire import Committed, Head, Heartbeat, Message
 
 ROUNDS_KEPT = 20
@@ -73,6 +74,8 @@ class NodeConfig:
     term_merges: int
     pacing: str = "fixed"
     contributors_max: int = CONTRIBUTORS_MAX
+    gossip: GossipPlan | None = None
+    """Without a synchronizer."""
 
 
 class Condition(Enum):

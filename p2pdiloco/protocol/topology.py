@@ -81,6 +81,17 @@ class Groups:
         return _shared(me, order[order.index(me) % num_groups :: num_groups])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GossipPlan:
+    """The mixes of a run that gossips: of starts behind the steps, and of outer gradients while the
+    learner stands still, or None where nothing blocks.
+    """
+
+    mix1: Topology
+    mix2: Topology | None
+    seed: str
+
+
 PAIRS = Groups(2)
 """With an odd number of members one is alone, each time another one."""
 

@@ -148,7 +148,36 @@ class Left:
     kind: Literal["left"] = "left"
 
 
-Message = Heartbeat | RoundOpened | ContributionReady | RoundDeclined | Committed | Left
+LinkStage = Literal["open", "half", "whole", "void"]
+"""The sender's vector lies ready; it has the receiver's, too; it knows that the receiver has its
+own, and counts the exchange; it does not count the exchange.
+"""
+
+
+class Link(NamedTuple):
+    """How an exchange of vectors with the receiver stands, seen from the sender. Without names of
+    fields on the wire.
+
+    `weight` is what the sender's row of the mixing matrix gives the receiver; the smaller of both
+    counts. `stage` is how far it got.
+    """
+
+    fragment: FragmentIndex
+    round: Annotated[int, Field(ge=0, lt=2**53)]
+    part: Literal["start", "outer"]
+    stage: LinkStage
+    weight: Annotated[float, Field(gt=0, le=1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Mixing:
+    """Where the exchanges of gossip with the receiver stand."""
+
+    links: Annotated[tuple[Link, ...], Field(min_length=1, max_length=2 * FRAGMENTS_MAX)]
+    kind: Literal["mixing"] = "mixing"
+
+
+Message = Heartbeat | RoundOpened | ContributionReady | RoundDeclined | Committed | Left | Mixing
 _MESSAGE: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="kind")])
 
 

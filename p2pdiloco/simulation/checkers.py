@@ -255,7 +255,7 @@ class Checkers:
         self._same_states(machine)
         took_s = self.world.now - self._committed_at.get(digest, self.world.now)
         self.slowest_spread_s = max(self.slowest_spread_s, took_s)
-        if before:
+        if before and not self.world.swarm.gossip:
             grew = self._grew_from(before, chain.head)
             if not grew:
                 self._is_heavier(machine, before, register)
@@ -349,6 +349,41 @@ class Checkers:
             learner = machine.learner
             if not learner.stepping or learner.next_boundary > self.world.now + 2 * learner.step_s:
                 raise self.broken(machine.name, "its learner does not train at its pace")
+
+    def mixed_since(self, since: float) -> None:
+        """Everybody, but for those who are left alone for something wrong, has mixed every fragment
+        with somebody after that moment, and all are in about the same round.
+        """
+        world = self.world
+        for p in range(world.swarm.num_fragments):
+            rounds = [state.version if (state := m.replica[p]) else -1 for m in world.up]
+            if max(rounds) - min(rounds) > 1:
+                raise self.broken("swarm", f"fragment {p}: members are in rounds {rounds}")
+            for machine in world.up:
+                if any(not m.node.state.cooled_down(machine.name) for m in world.up if m.node):
+                    continue
+                if world.mixings.last_mixed.get((machine.name, p), 0.0) <= since:
+                    text = f"it has not mixed fragment {p} since {since:.1f} s"
+                    raise self.broken(machine.name, text)
+
+    def mixed_alike(
+        self, since: float, until: float, one_sided_max: float, spread_max: float
+    ) -> None:
+        """Both ends count an exchange or neither does: always between these times, in which nothing
+        fails any more, and nearly always before. So nobody drifts away.
+        """
+        mixings = self.world.mixings
+        if late := mixings.one_sided(since, until):
+            raise self.broken("swarm", f"{late} exchanges count at one end, and nothing failed")
+        share = mixings.one_sided(0.0, until) / max(1, len(mixings.counted))
+        self.hold("swarm", promises.at_most("of the exchanges are one-sided", share, one_sided_max))
+        for p in range(self.world.swarm.num_fragments):
+            spread = mixings.spread(p)
+            self.hold("swarm", promises.at_most(f"drifts, fragment {p}", spread, spread_max))
+
+    def all_settled(self) -> None:
+        restless = [sight.name for sight in self.sights() if not sight.settled]
+        self.hold("swarm", f"{restless} do not settle" if restless else None)
 
     def count_steps(self) -> dict[PeerId, int]:
         return {m.name: m.learner.steps_total for m in self.world.up}

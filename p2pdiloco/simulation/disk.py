@@ -121,7 +121,7 @@ class FragmentLog:
             before = self.records.get(record.version - 1)
             record = before if before and before.digest == record.parent else None
         if not lineage:
-            return Chain(0, snapshot.state.digest)
+            return Chain(snapshot.state.version, snapshot.state.digest)
         oldest = lineage[-1]
         return Chain(oldest.version - 1, oldest.parent, lineage[::-1][-RECORDS_KEPT:])
 

@@ -77,7 +77,7 @@ class Errands:
         self.copies: dict[str, float] = {}
         """Payload digest -> copies of it that the machine which made it has served."""
 
-    def _reaches(self, machine: Machine, peer: PeerId) -> Machine | None:
+    def reaches(self, machine: Machine, peer: PeerId) -> Machine | None:
         other = self.world.machines.get(peer)
         usable = other and other.answers and self.world.network.connected(machine.name, peer)
         return other if usable else None
@@ -102,13 +102,13 @@ class Errands:
         world = self.world
         machine.pulled.setdefault(round_id, {})
         delay_s = STALL_S
-        if self._reaches(machine, peer):
+        if self.reaches(machine, peer):
             arrives = world.network.carry(peer, machine.name, world.swarm.payload_bytes, world.now)
             delay_s = arrives - world.now
         world.soon(machine, delay_s, lambda: self._pull_ends(machine, round_id, peer))
 
     def _pull_ends(self, machine: Machine, round_id: RoundId, peer: PeerId) -> None:
-        other = self._reaches(machine, peer)
+        other = self.reaches(machine, peer)
         found = other.shelf.get(round_id.fragment) if other else None
         answer: events.Event
         wanted = other and other.node and other.node.state.registers[round_id.fragment].offer
@@ -174,14 +174,14 @@ class Errands:
 
     def fetch_records(self, machine: Machine, action: actions.FetchRecords) -> None:
         peer = action.peer
-        known = peer == GENESIS_DONOR or self._reaches(machine, peer)
+        known = peer == GENESIS_DONOR or self.reaches(machine, peer)
         network = self.world.network
         delay_s = network.round_trip_s(machine.name, peer) if known else STALL_S
         self.world.soon(machine, delay_s, lambda: self._records_arrive(machine, action))
 
     def _records_arrive(self, machine: Machine, action: actions.FetchRecords) -> None:
         peer, fragment = action.peer, action.fragment
-        other = self._reaches(machine, peer)
+        other = self.reaches(machine, peer)
         answer: events.Event
         if peer == GENESIS_DONOR:
             snapshot = events.SnapshotInfo(0, genesis_digest(fragment))
@@ -260,12 +260,12 @@ class Errands:
         if donor == GENESIS_DONOR:
             snapshot = transfer.catch_up.snapshot
             return transfer.record() is None and snapshot is not None and snapshot.version == 0
-        other = self._reaches(machine, donor)
+        other = self.reaches(machine, donor)
         return _has(other, transfer) if other else None
 
     def _chunk_ends(self, machine: Machine, transfer: Transfer, donor: PeerId) -> None:
         """A chunk that arrived stays, whoever gave it; wrong bytes show when the item is whole."""
-        if donor != GENESIS_DONOR and not self._reaches(machine, donor):
+        if donor != GENESIS_DONOR and not self.reaches(machine, donor):
             self._donor_fails(machine, transfer, donor)
             return
         if donor != GENESIS_DONOR and self.world.machines[donor].lying:

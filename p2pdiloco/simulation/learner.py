@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from p2pdiloco.protocol import events
+from p2pdiloco.protocol import actions, events
 from p2pdiloco.protocol.naming import RoundId
 from p2pdiloco.simulation.disk import State
 
@@ -42,6 +42,10 @@ class LearnerModel:
     steps: list[int] = field(default_factory=list)
     waiting: dict[int, State] = field(default_factory=dict)
     asked: dict[int, RoundId] = field(default_factory=dict)
+    ending: dict[int, actions.CutRound | actions.FinishRound] = field(default_factory=dict)
+    """Rounds of gossip to be ended at the next boundary, by fragment."""
+    cut: set[int] = field(default_factory=set)
+    """Fragments whose round was cut: it stands still until they go on."""
     steps_total: int = 0
     next_boundary: float = 0.0
     pace_s: float = 0.0
@@ -55,7 +59,7 @@ class LearnerModel:
         self.alive, self.stepping, self.life = True, False, self.life + 1
         self.held = [None] * self.num_fragments
         self.steps = [0] * self.num_fragments
-        self.waiting, self.asked = {}, {}
+        self.waiting, self.asked, self.ending, self.cut = {}, {}, {}, set()
 
     def stop(self) -> None:
         self.alive, self.stepping, self.resume = False, False, None
@@ -76,9 +80,15 @@ class LearnerModel:
 
     def receive(self, fragment: int) -> int:
         """Overwrites a fragment; returns the tokens counted on the version before."""
+        self.cut.discard(fragment)
         tokens = self.steps[fragment] * self.tokens_per_step
         self.held[fragment], self.steps[fragment] = self.waiting.pop(fragment), 0
         return tokens
+
+    def go_on_from(self, fragment: int, state: State) -> int:
+        """The same for a state that it made itself."""
+        self.waiting[fragment] = state
+        return self.receive(fragment)
 
     @property
     def complete(self) -> bool:
@@ -102,9 +112,12 @@ class Training:
             return
         learner.stop()
         asked = [learner.asked[p] for p in sorted(learner.asked)]
+        ending = [learner.ending[p] for p in sorted(learner.ending)]
         world.handle(machine, events.LearnerStopped("killed"))
         for round_id in asked:
             world.handle(machine, events.ContributionFailed(round_id, "the learner died"))
+        for action in ending:
+            world.mixings.fail(machine, action)
         world.soon(machine, LEARNER_RESTART_S, lambda: self.start(machine))
 
     def go_on(self, machine: Machine) -> None:
@@ -122,14 +135,14 @@ class Training:
         learner.waiting[fragment] = state
         if not learner.stepping:
             self._soon(machine, HANDOVER_S, lambda: self._first_boundary(machine))
-        self._cut_short(machine)
+        self.cut_short(machine)
 
     def ask(self, machine: Machine, round_id: RoundId) -> None:
         """Wants a snapshot for a round."""
         machine.learner.asked[round_id.fragment] = round_id
-        self._cut_short(machine)
+        self.cut_short(machine)
 
-    def _cut_short(self, machine: Machine) -> None:
+    def cut_short(self, machine: Machine) -> None:
         learner = machine.learner
         if learner.num_ahead > 1 and learner.cut_short(self.world.now):
             self._await_boundary(machine)
@@ -165,10 +178,21 @@ class Training:
             world.handle(machine, events.FragmentInstalled(p, version, tokens))
         for p in sorted(learner.asked):
             self._snapshot(machine, p)
-        learner.stepping = learner.complete
+        for p in sorted(p for p in learner.ending if learner.steps[p]):
+            world.mixings.reached(machine, learner.ending.pop(p))
+        self._go_on(machine)
+
+    def go_on_if_whole(self, machine: Machine) -> None:
+        """A learner that stood still may have been given what it waited for."""
+        if not machine.learner.stepping:
+            self._go_on(machine)
+
+    def _go_on(self, machine: Machine) -> None:
+        world, learner = self.world, machine.learner
+        learner.stepping = learner.alive and learner.complete and not learner.cut
         if learner.stepping:
             learner.pace_s = learner.step_s * learner.slowdown * world.rng.uniform(0.9, 1.1)
-            learner.num_ahead = 1 if learner.asked else world.swarm.quiet_steps
+            learner.num_ahead = 1 if learner.asked or learner.ending else world.swarm.quiet_steps
             learner.next_boundary = world.now + learner.num_ahead * learner.pace_s
             self._await_boundary(machine)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from p2pdiloco.protocol.lineage import Record
-from p2pdiloco.protocol.naming import PeerId, RoundId
+from p2pdiloco.protocol.naming import MixId, PeerId, RoundId
 from p2pdiloco.protocol.node import Node
 from p2pdiloco.simulation.disk import Disk, State, digest
 from p2pdiloco.simulation.learner import LearnerModel
@@ -73,6 +73,15 @@ class Contribution:
         return digest("contribution", self)
 
 
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A vector that partners may fetch."""
+
+    mix: MixId
+    partners: tuple[PeerId, ...]
+    value: float
+
+
 @dataclass
 class Machine:
     """One host. `node` is None while it is down; `life` counts its starts, so that what was begun
@@ -109,11 +118,16 @@ class Machine:
     """Fragments whose state in memory is no longer what it was."""
     tokens_this_life: int = 0
     processed_before: int = 0
+    offers: dict[tuple[int, str], Offer] = field(default_factory=dict)
+    """By fragment and part: what partners in gossip may fetch."""
+    received: dict[tuple[MixId, PeerId], float] = field(default_factory=dict)
+    """Their vectors."""
 
     def forget(self) -> None:
         """What a process loses when it ends."""
         self.shelf, self.pulled, self.merged, self.catching_up = {}, {}, {}, {}
         self.backlog.clear()
+        self.offers, self.received = {}, {}
         self.rotten.clear()
         self.stalled = self.learner.stalled = self.messages_waiting = 0
 

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from contextlib import suppress
 
+from p2pdiloco.protocol.topology import PAIRS, GossipPlan, Topology, everybody, hypercube
 from p2pdiloco.simulation.checkers import PromiseBroken
 from p2pdiloco.simulation.network import HALL_LINKS, HOME_LINKS
 from p2pdiloco.simulation.schedule import draw_schedule, inflict
@@ -63,6 +64,61 @@ def finish(world: World) -> None:
     world.settle()
     _until(world, max(world.now, resumed_by) + SETTLE_S, checkers.one_head)
     checkers.ledgers_meet_lineages()
+
+
+MIXES: tuple[tuple[Topology, Topology | None], ...] = (
+    (PAIRS, None),
+    (hypercube, None),
+    (everybody, None),
+    (everybody, PAIRS),
+)
+MIXED_S = 60.0
+"""After the last fault, everybody has mixed again within this: some rounds, in which the partner
+may be one that is left alone for wrong bytes, or missing (of five in a hypercube one mixes in every
+third round alone).
+"""
+ONE_SIDED_MAX = 0.25
+"""Share of the exchanges that one end alone counts, while messages are lost and machines die."""
+SPREAD_MAX = 60.0
+"""Drifts of one round, after the last fault: pairs settle at 3 (a tenth of seeds is above 6), and
+who came back from a long absence is further off for some rounds."""
+
+
+def run_gossip_trial(seed: int, trace: Callable[[float, str, str], None] | None = None) -> World:
+    """The same for a swarm without a synchronizer."""
+    rng = random.Random(seed)
+    mix1, mix2 = rng.choice(MIXES)
+    swarm = Swarm(
+        num_machines=rng.randint(3, 6),
+        num_fragments=rng.randint(2, 3),
+        inner_steps=rng.choice((6, 10)),
+        links=rng.choice((HALL_LINKS, HOME_LINKS)),
+        payload_bytes=rng.choice((30_000, 200_000)),
+        state_bytes=400_000,
+        gossip=GossipPlan(mix1=mix1, mix2=mix2, seed=str(seed)),
+    )
+    world = World(seed, swarm, trace)
+    world.start_all(spread_s=rng.choice((0.5, 6.0)))
+    num_faults = rng.randint(3, 8)
+    names = list(world.machines)
+    schedule = draw_schedule(rng, names, FAULTS_BEGIN_S, FAULTS_END_S, num_faults)
+    world.run(until=inflict(world, schedule))
+    finish_gossip(world)
+    return world
+
+
+def finish_gossip(world: World) -> None:
+    """From now on nothing goes wrong any more."""
+    checkers, calm_from, plan = world.checkers, world.now, world.swarm.gossip
+    assert plan
+    _until(world, calm_from + MIXED_S, lambda: checkers.mixed_since(calm_from))
+    steps, resumed = checkers.count_steps(), world.now
+    world.run(until=world.now + WATCHED_S)
+    if plan.mix2 is None:
+        checkers.kept_pace(steps, WATCHED_S)
+    world.settle()
+    _until(world, world.now + SETTLE_S, checkers.all_settled)
+    checkers.mixed_alike(resumed, resumed + WATCHED_S / 2, ONE_SIDED_MAX, SPREAD_MAX)
 
 
 def _until(world: World, limit: float, holds: Callable[[], None]) -> None:

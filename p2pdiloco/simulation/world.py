@@ -20,12 +20,14 @@ from p2pdiloco.protocol.naming import PeerId
 from p2pdiloco.protocol.node import Node
 from p2pdiloco.protocol.pacing import SyncTimes
 from p2pdiloco.protocol.state import NodeConfig
+from p2pdiloco.protocol.topology import GossipPlan
 from p2pdiloco.protocol.wire import Message
 from p2pdiloco.simulation.checkers import Checkers, PromiseBroken
 from p2pdiloco.simulation.disk import WRITES_MAX, Disk, genesis_digest
 from p2pdiloco.simulation.errands import GENESIS_DONOR, Errands
 from p2pdiloco.simulation.learner import LEARNER_START_S, LearnerModel, Training
 from p2pdiloco.simulation.machine import INBOX_MAX, Clock, KeyedSigner, Machine
+from p2pdiloco.simulation.mixing import Mixings
 from p2pdiloco.simulation.network import (
     HALL_LINKS,
     HOME,
@@ -71,6 +73,8 @@ class Swarm:
     """From one save of a ledger to the next."""
     discovery_s: float = 15.0
     """From one look for other machines to the next."""
+    gossip: GossipPlan | None = None
+    """Without a synchronizer."""
 
     @property
     def times(self) -> SyncTimes:
@@ -106,6 +110,7 @@ class World:
         self.num_events = 0
         self.errands = Errands(self)
         self.training = Training(self)
+        self.mixings = Mixings(self)
         self.checkers = Checkers(self)
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._serial = 0
@@ -261,6 +266,7 @@ class World:
             genesis_donors=(GENESIS_DONOR,),
             times=self.swarm.times,
             term_merges=self.swarm.term_merges,
+            gossip=self.swarm.gossip,
         )
 
     def _discover(self, machine: Machine, life: int) -> None:
@@ -407,6 +413,12 @@ class World:
                 errands.catch_up(machine, action)
             case actions.InstallFragment(fragment, version):
                 self.training.install(machine, fragment, version)
+            case actions.OpenMix():
+                self.mixings.open(machine, action)
+            case actions.FetchMix(mix, peer):
+                self.mixings.fetch(machine, mix, peer)
+            case actions.CutRound() | actions.FinishRound():
+                self.mixings.end(machine, action)
             case _:
                 assert_never(action)
 
