@@ -143,8 +143,10 @@ class OuterSpec(_Section):
 class SyncSpec(_Section):
     """When and how learners are merged (Decoupled DiLoCo; the symbols are the paper's)."""
 
-    strategy: Literal["quorum"] = "quorum"
-    """A synchronizer, which rotates, merges what a quorum of learners offers."""
+    strategy: Literal["quorum", "gossip"] = "quorum"
+    """`quorum`: a synchronizer, which rotates, merges what a quorum of learners offers; `gossip`:
+    there is none, every node mixes its parameters with partners (`mix`) and makes its own outer
+    step."""
     inner_steps: int = Field(default=12, ge=1, le=1_000_000)
     """H: inner steps of the median learner between two merges of the same fragment."""
     num_fragments: int = Field(default=6, ge=1, le=FRAGMENTS_MAX)
@@ -161,6 +163,17 @@ class SyncSpec(_Section):
     """What an outer gradient becomes on its way, before zstd."""
     term_merges: int = Field(default=4, ge=1, le=10_000)
     """Merges after which the synchronizers rotate."""
+    mix: Literal["GlobalM1", "GlobalM1LocalM2", "pairwise", "hypercube", "exponential", "ring"] = (
+        "hypercube"
+    )
+    """For gossip: with whom a node mixes its parameters while it trains. `GlobalM1`: everybody;
+    `GlobalM1LocalM2`: so, and learners then wait for the outer gradients of a group; `pairwise`:
+    one, drawn anew in each round; `hypercube`: one, in turns; `exponential`: two, in turns; `ring`:
+    the same two."""
+    mix_group: int = Field(default=2, ge=2, le=64)
+    """For GlobalM1LocalM2: members of a group, drawn anew in each round."""
+    mix_wire: Literal["float32", "bf16", "int8", "int4"] = "int8"
+    """For gossip: what parameters become on their way; with partners that return, their change."""
     pacing: Literal["fixed", "load", "pressure-gate", "workload-aware", "calibrated", "random"] = (
         "fixed"
     )

@@ -6,13 +6,15 @@
     GET  /v1/merge/{p}/{v}/{digest}                   a merge payload
     GET  /v1/state/{p}/{v}/{digest}                   a packed fragment state
     GET  /v1/contribution/{p}/{v}/{term}/{attempt}    an outer gradient; counters in headers
+    GET  /v1/mix/{part}/{p}/{round}?held=R            a vector, for a partner in gossip; a header
+                                                      says if it is the difference to round R's
 
 All answers may also be 403 (this peer is banned here), 404 (not kept here) or 503 (too much at
 once); bodies honour a Range. Who reads what lies on the shelf is of no concern: digests protect it.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,6 +34,7 @@ MESSAGE_TIMEOUT_S = 10.0
 RECORDS_BYTES_MAX = 8 << 20
 """Of a page of records. A donor keeps some tens of records of a few KB each per fragment."""
 
+HELD_HEADER = "X-Held"
 STEPS_HEADER = "X-Steps"
 TOKENS_HEADER = "X-Tokens"
 
@@ -80,6 +83,18 @@ class Contribution:
     payload: bytes | bytearray | memoryview
 
 
+@dataclass(frozen=True, slots=True)
+class MixVector:
+    """An encoded vector, or its difference to what the receiver holds of round `held`."""
+
+    held: int | None
+    payload: bytes
+
+
+Vectors = Callable[[str, str, int, int, int | None], Awaitable[MixVector | None]]
+"""(peer, part, fragment, round, round that the peer holds) -> what it may have, if anything."""
+
+
 class Shelf(Protocol):
     """Where the application reads from. None is answered as "not kept here"."""
 
@@ -97,9 +112,12 @@ def exchange_application(
     traffic: Traffic,
     on_message: OnMessage | None = None,
     admits: Callable[[str], bool] = lambda peer: True,
+    vectors: Vectors | None = None,
 ) -> web.Application:
-    """The application above; without `on_message` it takes no messages (404)."""
-    server = _Server(shelf, traffic, on_message)
+    """The application above; without `on_message` it takes no messages, without `vectors` it has
+    none (404).
+    """
+    server = _Server(shelf, traffic, on_message, vectors)
     app = new_application(MESSAGE_BYTES_MAX)
     app.middlewares.append(_admitting(admits))
     if on_message is not None:
@@ -112,7 +130,13 @@ def exchange_application(
         rf"/v1/contribution/{_FRAGMENT}/{_VERSION}/{{term:\d{{1,16}}}}/{{attempt:\d{{1,16}}}}",
         server.contribution,
     )
+    if vectors is not None:
+        app.router.add_get(rf"/v1/mix/{{part:start|outer}}/{_FRAGMENT}/{_VERSION}", server.mix)
     return app
+
+
+def mix_path(part: str, fragment: int, round_: int) -> str:
+    return f"/v1/mix/{part}/{fragment}/{round_}"
 
 
 def merge_path(fragment: int, version: int, digest: str) -> str:
@@ -138,8 +162,15 @@ def _admitting(admits: Callable[[str], bool]) -> Middleware:
 
 
 class _Server:
-    def __init__(self, shelf: Shelf, traffic: Traffic, on_message: OnMessage | None) -> None:
+    def __init__(
+        self,
+        shelf: Shelf,
+        traffic: Traffic,
+        on_message: OnMessage | None,
+        vectors: Vectors | None,
+    ) -> None:
         self._shelf = shelf
+        self._vectors = vectors
         self._traffic = traffic
         self._on_message = on_message
 
@@ -186,6 +217,17 @@ class _Server:
         headers = {STEPS_HEADER: str(found.steps), TOKENS_HEADER: str(found.tokens)}
         return await self._send(request, "contribution", found.payload, headers)
 
+    async def mix(self, request: web.Request) -> web.StreamResponse:
+        assert self._vectors is not None
+        place = request.match_info
+        fragment, number = int(place["fragment"]), int(place["version"])
+        held = _round_number(request.query.get("held", ""))
+        found = await self._vectors(sender(), place["part"], fragment, number, held)
+        if found is None:
+            return await self._send(request, "mix", None)
+        headers = {HELD_HEADER: "" if found.held is None else str(found.held)}
+        return await self._send(request, "mix", found.payload, headers)
+
     async def _send(
         self,
         request: web.Request,
@@ -196,6 +238,14 @@ class _Server:
         if body is None:
             raise web.HTTPNotFound(text="not kept here")
         return await send_body(request, body, kind, self._traffic, headers)
+
+
+def _round_number(text: str) -> int | None:
+    if not text:
+        return None
+    if text.isascii() and text.isdigit() and len(text) <= 16:
+        return int(text)
+    raise web.HTTPBadRequest(text=f"held is a round, got {text[:40]!r}")
 
 
 def _named(request: web.Request) -> tuple[int, int, str]:

@@ -50,7 +50,7 @@ from p2pdiloco_daemon.signals import stop_signals
 from p2pdiloco_daemon.status import view
 from p2pdiloco_daemon.status.app import build_app, serving_page
 from p2pdiloco_daemon.store import Store
-from p2pdiloco_daemon.waking import replica_of, require_memory, wake_up
+from p2pdiloco_daemon.waking import mixing_of, replica_of, require_memory, wake_up
 
 SPEC_RETRY_S = 2.0
 GOODBYE_S = 2.0
@@ -218,7 +218,8 @@ async def _take_part(ground: Ground, signed: SignedSpec) -> None:
         holdings = Holdings(replica_of(signed.spec, fragments), store, worker, disk)
         node = await _wake(ground, signed, holdings)
         tasks = await stack.enter_async_context(_tasks())
-        shell = NodeShell(node, holdings, ground.exchange, tasks)
+        mixing = mixing_of(signed.spec, holdings, node.state.me)
+        shell = NodeShell(node, holdings, ground.exchange, tasks, mixing)
         part = Part(signed, holdings, shell, LearnerReport(), asyncio.Event())
         on_the_network = partial(_on_the_network, ground, part)
         await stack.enter_async_context(ground.network.working(on_the_network))
@@ -251,7 +252,13 @@ async def _wake(ground: Ground, signed: SignedSpec, holdings: Holdings) -> Node:
 async def _on_the_network(ground: Ground, part: Part, host: Host) -> None:
     """As long as this host lives: serves what is held, and looks for members."""
     shelf = NodeShelf(part.signed.pack(), part.shell.node, part.holdings)
-    server = exchange_application(shelf, ground.traffic, part.shell.take_message)
+    gossip = part.shell.gossip
+    server = exchange_application(
+        shelf,
+        ground.traffic,
+        part.shell.take_message,
+        vectors=gossip.vector_for if gossip else None,
+    )
     async with host.serving(server):
         await discover(host, ground.place.run_id, part.shell, part.holdings, part.look_again)
 

@@ -23,13 +23,16 @@ from yarl import URL
 from p2pdiloco.errors import PayloadError, PeerError
 from p2pdiloco_bootstrap.serving import Traffic
 from p2pdiloco_bootstrap.shelf import (
+    HELD_HEADER,
     MESSAGE_BYTES_MAX,
     RECORDS_BYTES_MAX,
     STEPS_HEADER,
     TOKENS_HEADER,
     Contribution,
+    MixVector,
     RecordsPage,
     contribution_path,
+    mix_path,
 )
 from p2pdiloco_bootstrap.streams import peer_url
 from p2pdiloco_daemon.fetch import KEPT, Gathering, NotGathered, gather_chunks
@@ -166,6 +169,20 @@ class Exchange:
         data, headers = await self._get(peer, path, max_bytes, IDLE_TIMEOUT_S)
         steps, tokens = (_counter(headers, name) for name in (STEPS_HEADER, TOKENS_HEADER))
         return Contribution(steps, tokens, data)
+
+    async def pull_vector(
+        self, peer: str, part: str, fragment: int, round_: int, held: int | None, max_bytes: int
+    ) -> MixVector:
+        """The peer's vector of that round of gossip, of at most `max_bytes`, perhaps as a
+        difference to what we hold of it.
+        """
+        query = {} if held is None else {"held": str(held)}
+        path = mix_path(part, fragment, round_)
+        data, headers = await self._get(peer, path, max_bytes, IDLE_TIMEOUT_S, query)
+        named = headers.get(HELD_HEADER, "")
+        if named not in ("", str(held)):
+            raise PeerError(f"{peer} sends a difference to {named[:20]!r}, we hold {held}")
+        return MixVector(held if named else None, bytes(data))
 
     async def get(
         self, peer: str, path: str, max_bytes: int, idle_timeout_s: float = IDLE_TIMEOUT_S

@@ -243,6 +243,15 @@ class Holdings:
         kept = Payload(record.version, record.payload_digest, payload)
         self._payloads[record.fragment].append(kept)
 
+    def hold_own(self, state: FragmentState) -> None:
+        """Holds a state that this node made by itself, which no record vouches for: the log has no
+        merges then.
+        """
+        p = state.fragment
+        self.replica.put(state)
+        leased, name = self._leased(p, state.version), _snapshots_name(p)
+        self._newest_write = self.disk.save(name, self.store.save_snapshot, state, None, leased)
+
     async def written(self) -> None:
         """Returns when the merges that are held are on disk, or the disk has refused them."""
         if self._newest_write:
@@ -312,20 +321,31 @@ class Holdings:
     # ---------------------------------------------------------------- disk
 
     def resume(
-        self, run_id: str, genesis_digests: Sequence[str], signer: Signer
+        self,
+        run_id: str,
+        genesis_digests: Sequence[str],
+        signer: Signer,
+        *,
+        unvouched: bool = False,
     ) -> list[Chain | None]:
-        """Loads what an earlier life left: states into the replica, and their chains. Blocks."""
+        """Loads what an earlier life left: states into the replica, and their chains. Blocks.
+
+        An `unvouched` state at another version than 0 is of use where each node makes its own.
+        """
         return [
-            self._resume(p, run_id, genesis_digest, signer)
-            for p, genesis_digest in enumerate(genesis_digests)
+            self._resume(p, run_id, digest, signer, unvouched)
+            for p, digest in enumerate(genesis_digests)
         ]
 
     def _resume(
-        self, fragment: int, run_id: str, genesis_digest: str, signer: Signer
+        self, fragment: int, run_id: str, genesis_digest: str, signer: Signer, unvouched: bool
     ) -> Chain | None:
         stored, keep = self.store.load(fragment), self._keep_payload
         if stored is None:
             return None
+        if unvouched and stored.record is None and stored.state.version:
+            self.replica.put(stored.state)
+            return Chain(stored.state.version, stored.state.digest)
         try:
             return replay(stored, run_id, genesis_digest, signer, self.replica, keep)
         except P2PDilocoError as error:

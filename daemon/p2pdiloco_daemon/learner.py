@@ -28,6 +28,7 @@ from p2pdiloco_daemon.learner_channel import (
     ChannelError,
     CheckpointFailed,
     Command,
+    EndRound,
     Evaluate,
     Evaluated,
     Install,
@@ -36,6 +37,7 @@ from p2pdiloco_daemon.learner_channel import (
     MessageReader,
     Ready,
     ReleaseSnapshot,
+    RoundEnded,
     Sample,
     Sampled,
     SampleFailed,
@@ -62,6 +64,7 @@ __all__ = [
     "LearnerEvent",
     "LearnerOptions",
     "Ready",
+    "RoundLeft",
     "SampleFailed",
     "Sampled",
     "Snapshot",
@@ -109,6 +112,18 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class RoundLeft:
+    """A round of gossip ended with these values; the learner has gone on with `version`."""
+
+    fragment: int
+    version: int
+    steps: int
+    tokens: int
+    values: Vector = field(compare=False, repr=False)
+    """float32 [size of the fragment]; a copy, the receiver's own."""
+
+
+@dataclass(frozen=True, slots=True)
 class Died:
     """The process ended by itself. Snapshots and samples asked for before will not be answered."""
 
@@ -120,6 +135,7 @@ LearnerEvent = (
     Ready
     | StepsDone
     | Installed
+    | RoundLeft
     | Snapshot
     | SnapshotRefused
     | Evaluated
@@ -186,7 +202,7 @@ class Learner:
         self._sizes = tuple(fragment.size for fragment in options.fragments)
         self._memory = SharedTensors(memory_fd, self._sizes)
         self._child: _Child | None = None
-        self._to_install: dict[int, tuple[Install, Vector]] = {}
+        self._to_install: dict[int, tuple[Install | EndRound, Vector]] = {}
         self._installable = asyncio.Event()
         self._serials = [0] * len(self._sizes)
         self._last_request = 0
@@ -213,8 +229,22 @@ class Learner:
         self._to_install[fragment] = (arrival, values)
         self._installable.set()
 
-    def snapshot(self, fragment: int, base_version: int) -> int:
+    def end_round(self, fragment: int, version: int, base: Vector, share: float) -> bool:
+        """Has the learner go on from base + share * local at its next boundary after a step;
+        answered by `RoundLeft`, unless it dies. False if it is not running.
+        """
+        assert base.shape == (self._sizes[fragment],) and base.dtype == np.float32
+        if self._ready_child() is None:
+            return False
+        self._serials[fragment] += 1
+        ending = EndRound(fragment, version, self._serials[fragment], share)
+        self._to_install[fragment] = (ending, base)
+        self._installable.set()
+        return True
+
+    def snapshot(self, fragment: int, base_version: int, *, hold: bool = False) -> int:
         """Asks for the local values of a fragment; answered by `Snapshot` or `SnapshotRefused`.
+        With `hold` the learner then stands still until the fragment is installed.
 
         It waits until the learner has taken all installs asked for before, holds `base_version` and
         has made a step from there; a newer version or a newer request refuses it. The values never
@@ -224,7 +254,9 @@ class Learner:
         self._last_request += 1
         request_id = self._last_request
         if child := self._ready_child():
-            child.send(TakeSnapshot(request_id, fragment, base_version, self._serials[fragment]))
+            child.send(
+                TakeSnapshot(request_id, fragment, base_version, self._serials[fragment], hold)
+            )
         else:
             self._answer(SnapshotRefused(request_id, fragment, "the learner is not running"))
         return request_id
@@ -338,6 +370,12 @@ class Learner:
             case SnapshotTaken():
                 self._on_event(await self._fetch_snapshot(child, message))
                 return
+            case RoundEnded(p, version, steps, tokens):
+                values = await self._take_out(child, p)
+                child.installing.discard(p)
+                self._installable.set()
+                self._on_event(RoundLeft(p, version, steps, tokens, values))
+                return
             case Ready():
                 child.is_ready = True
                 child.send(SetPaused(self._paused))
@@ -352,13 +390,17 @@ class Learner:
         self, child: "_Child", taken: SnapshotTaken
     ) -> Snapshot | SnapshotRefused:
         p = taken.fragment
-        values = np.empty(self._sizes[p], np.float32)
-        await self._copy(values, self._memory.outgoing[p])
-        child.send(ReleaseSnapshot(p))
+        values = await self._take_out(child, p)
         if taken.serial != self._serials[p]:
             reason = "the fragment was installed anew in the meantime"
             return SnapshotRefused(taken.request_id, p, reason)
         return Snapshot(taken.request_id, p, taken.base_version, taken.steps, taken.tokens, values)
+
+    async def _take_out(self, child: "_Child", fragment: int) -> Vector:
+        values = np.empty(self._sizes[fragment], np.float32)
+        await self._copy(values, self._memory.outgoing[fragment])
+        child.send(ReleaseSnapshot(fragment))
+        return values
 
     async def _install_arrivals(self, child: "_Child") -> None:
         """Moves what waits into shared memory, unless the process has yet to read what is there."""

@@ -65,6 +65,19 @@ class Install:
 
 
 @dataclass(frozen=True, slots=True)
+class EndRound:
+    """`incoming[fragment]` holds the base from which the next round starts: at the first boundary
+    after a step, `outgoing` takes the local values, which become base + share * local, this
+    version. Answered by `RoundEnded`; until then neither vector is written.
+    """
+
+    fragment: int
+    version: int
+    serial: int
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
 class TakeSnapshot:
     """Wanted: the local values that grew from `base_version`, after the install `serial`."""
 
@@ -72,6 +85,8 @@ class TakeSnapshot:
     fragment: int
     base_version: int
     serial: int
+    hold: bool
+    """Whether to stand still afterwards, until the fragment is installed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +122,17 @@ class Stop:
     """Save the inner checkpoint and leave."""
 
 
-Command = Start | Install | TakeSnapshot | ReleaseSnapshot | SetPaused | Evaluate | Sample | Stop
+Command = (
+    Start
+    | Install
+    | EndRound
+    | TakeSnapshot
+    | ReleaseSnapshot
+    | SetPaused
+    | Evaluate
+    | Sample
+    | Stop
+)
 
 
 # Events, from the learner to the daemon.
@@ -149,6 +174,18 @@ class Installed:
 
     Their tokens are the sum of the `StepsDone` since the receipt before; skipped steps are not
     among their steps.
+    """
+
+    fragment: int
+    version: int
+    steps: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RoundEnded:
+    """`outgoing[fragment]` holds the values that the round ended with, after so many steps and
+    tokens; the learner has gone on with `version`. Read them, then send `ReleaseSnapshot`.
     """
 
     fragment: int
@@ -209,6 +246,7 @@ Message = (
     Ready
     | StepsDone
     | Installed
+    | RoundEnded
     | SnapshotTaken
     | SnapshotRefused
     | Evaluated

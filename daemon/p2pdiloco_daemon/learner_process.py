@@ -28,18 +28,21 @@ from p2pdiloco.learn.inner_loop import InnerLoop, StepResult, bf16_is_faster
 from p2pdiloco.learn.models import build_model, num_parameters
 from p2pdiloco.learn.text import Text, TextStream, open_text, open_tokenizer
 from p2pdiloco.optim.fragments import fragments_of
+from p2pdiloco.optim.mixing import Continuation
 from p2pdiloco.spec import RunSpec
 from p2pdiloco_daemon.learner_channel import (
     SAMPLE_TOKENS_MAX,
     ChannelError,
     CheckpointFailed,
     Command,
+    EndRound,
     Evaluate,
     Evaluated,
     Install,
     Installed,
     Ready,
     ReleaseSnapshot,
+    RoundEnded,
     Sample,
     Sampled,
     SampleFailed,
@@ -124,6 +127,9 @@ class LearnerProcess:
         self._versions: list[int | None] = [None] * num_fragments
         self._serials = [0] * num_fragments
         self._arrivals: dict[int, Install] = {}
+        self._endings: dict[int, EndRound] = {}
+        self._held: set[int] = set()
+        """Fragments whose snapshot it stands still for."""
         self._wanted: dict[int, TakeSnapshot] = {}
         self._unreleased: set[int] = set()
         self._samples: deque[Sample] = deque()
@@ -157,20 +163,25 @@ class LearnerProcess:
         return None not in self._versions
 
     def _may_step(self) -> bool:
-        return self._complete() and not self._paused and not self._stopping
+        free = not (self._paused or self._held or self._stopping)
+        return self._complete() and free
 
     def _pass_boundary(self) -> None:
         for command in self._control.commands():
             self._take(command)
         self._install_arrivals()
+        self._end_rounds()
         self._answer_snapshots()
         if self._may_step() and self._clock() >= self._next_checkpoint:
             self._save()
 
-    def _take(self, command: Command) -> None:
+    def _take(self, command: Command) -> None:  # noqa: C901 (one case for each command)
         match command:
             case Install():
                 self._arrivals[command.fragment] = command
+                self._endings.pop(command.fragment, None)
+            case EndRound():
+                self._endings[command.fragment] = command
             case TakeSnapshot():
                 if superseded := self._wanted.get(command.fragment):
                     self._refuse(superseded, "a newer request for the same fragment came")
@@ -195,8 +206,23 @@ class LearnerProcess:
             steps, tokens = self._trainer.steps[p], self._trainer.tokens[p]
             self._trainer.overwrite_fragment(p, self._memory.incoming[p])
             self._versions[p], self._serials[p] = arrival.version, arrival.serial
+            self._held.discard(p)
             self._control.post(Installed(p, arrival.version, steps, tokens))
         self._arrivals.clear()
+
+    def _end_rounds(self) -> None:
+        for p, ending in sorted(self._endings.items()):
+            if not self._trainer.steps[p] or p in self._unreleased:
+                continue
+            del self._endings[p]
+            steps, tokens = self._trainer.steps[p], self._trainer.tokens[p]
+            local = self._memory.outgoing[p]
+            self._trainer.read_fragment(p, local)
+            start = Continuation(self._memory.incoming[p], ending.share).start(local)
+            self._trainer.overwrite_fragment(p, start)
+            self._unreleased.add(p)
+            self._versions[p], self._serials[p] = ending.version, ending.serial
+            self._control.post(RoundEnded(p, ending.version, steps, tokens))
 
     def _answer_snapshots(self) -> None:
         for p, wanted in sorted(self._wanted.items()):
@@ -216,6 +242,8 @@ class LearnerProcess:
         p = wanted.fragment
         self._trainer.read_fragment(p, self._memory.outgoing[p])
         self._unreleased.add(p)
+        if wanted.hold:
+            self._held.add(p)
         self._control.post(
             SnapshotTaken(
                 request_id=wanted.request_id,

@@ -22,7 +22,9 @@ from p2pdiloco_bootstrap.shelf import Contribution, RecordsPage, merge_path, sta
 from p2pdiloco_daemon import learner as learners
 from p2pdiloco_daemon.exchange import Check, Exchange, FetchFailed, check_payload
 from p2pdiloco_daemon.fetch import Gathering
+from p2pdiloco_daemon.gossip import GossipErrands
 from p2pdiloco_daemon.holdings import Holdings
+from p2pdiloco_daemon.mixing import Mixing
 from p2pdiloco_daemon.part_files import PartInfo
 from p2pdiloco_daemon.replica import (
     Buffer,
@@ -53,7 +55,8 @@ class LearnerCommands(Protocol):
     """What the shell asks of a learner; see `p2pdiloco_daemon.learner.Learner`."""
 
     def install(self, fragment: int, version: int, values: Vector) -> None: ...
-    def snapshot(self, fragment: int, base_version: int) -> int: ...
+    def snapshot(self, fragment: int, base_version: int, *, hold: bool = False) -> int: ...
+    def end_round(self, fragment: int, version: int, base: Vector, share: float) -> bool: ...
 
 
 SAVED_NODE = "node"
@@ -66,13 +69,19 @@ class NodeShell:
     """
 
     def __init__(
-        self, node: Node, holdings: Holdings, exchange: Exchange, tasks: asyncio.TaskGroup
+        self,
+        node: Node,
+        holdings: Holdings,
+        exchange: Exchange,
+        tasks: asyncio.TaskGroup,
+        mixing: Mixing | None = None,
     ) -> None:
         self.node = node
         self.notes: deque[tuple[float, str]] = deque(maxlen=NOTES_KEPT)
         self.dropped_sends: Counter[str] = Counter()
         self.first_merge_at: float | None = None
         self.learner: LearnerCommands | None = None
+        self.gossip = GossipErrands(self, mixing, holdings, exchange, Expected) if mixing else None
         self._holdings = holdings
         self._exchange = exchange
         self._tasks = tasks
@@ -138,6 +147,11 @@ class NodeShell:
 
     def on_learner(self, event: learners.LearnerEvent) -> None:
         """Translates the learner's events; counters reach the core in their order."""
+        self._translate(event)
+        if self.gossip:
+            self.gossip.on_learner(event)
+
+    def _translate(self, event: learners.LearnerEvent) -> None:
         match event:
             case learners.Ready():
                 self.post(events.LearnerStarted())
@@ -148,7 +162,7 @@ class NodeShell:
                 self.post(events.FragmentInstalled(event.fragment, event.version, event.tokens))
             case learners.Snapshot():
                 if round_id := self._snapshots.pop(event.request_id, None):
-                    self._start(self._encode(round_id, event), f"encode {round_id}")
+                    self.start(self._encode(round_id, event), f"encode {round_id}")
             case learners.SnapshotRefused():
                 if round_id := self._snapshots.pop(event.request_id, None):
                     self.post(events.ContributionFailed(round_id, event.reason))
@@ -166,7 +180,7 @@ class NodeShell:
                 round_id, taken.values, taken.steps, taken.tokens
             )
         except P2PDilocoError as error:
-            self._tell_damage(error)
+            self.tell_damage(error)
             self.post(events.ContributionFailed(round_id, str(error)))
         else:
             self.post(events.ContributionPrepared(round_id, taken.steps, taken.tokens, num_bytes))
@@ -186,24 +200,29 @@ class NodeShell:
                 self._holdings.drop_contribution(fragment)
             case actions.PullContribution(round_id, peer):
                 self._holdings.open_round(round_id)
-                self._start(self._pull(round_id, peer), f"pull {round_id} of {peer}")
+                self.start(self._pull(round_id, peer), f"pull {round_id} of {peer}")
             case actions.MergeRound():
-                self._start(self._merge(action), f"merge {action.round}")
+                self.start(self._merge(action), f"merge {action.round}")
             case actions.DropRound(round_id):
                 self._holdings.drop_round(round_id)
             case actions.CommitRecord(record):
                 self._holdings.commit(record)
                 self._merged()
             case actions.FetchRecords(peer, fragment, after_version):
-                self._start(self._fetch_records(peer, fragment, after_version), "fetch records")
+                self.start(self._fetch_records(peer, fragment, after_version), "fetch records")
             case actions.CatchUp():
-                self._start(self._catch_up(action), f"catch up fragment {action.fragment}")
+                self.start(self._catch_up(action), f"catch up fragment {action.fragment}")
             case actions.InstallFragment(fragment, _):
                 self._install(fragment)
+            case (
+                actions.OpenMix() | actions.FetchMix() | actions.CutRound() | actions.FinishRound()
+            ):
+                assert self.gossip, action
+                self.gossip.carry_out(action)
             case _:
                 assert_never(action)
 
-    def _start(self, errand: Coroutine[Any, Any, None], name: str) -> None:
+    def start(self, errand: Coroutine[Any, Any, None], name: str) -> None:
         task = self._tasks.create_task(errand, name=name)
         self._errands.add(task)
         task.add_done_callback(self._errands.discard)
@@ -214,7 +233,7 @@ class NodeShell:
             return
         self._sending[peer] += 1
         self._all_sent.clear()
-        self._start(self._deliver(peer, wire.pack(message)), f"{message.kind} to {peer}")
+        self.start(self._deliver(peer, wire.pack(message)), f"{message.kind} to {peer}")
 
     async def _deliver(self, peer: PeerId, body: bytes) -> None:
         try:
@@ -255,7 +274,7 @@ class NodeShell:
         except PeerError as error:
             self.post(events.PullFailed(round_id, peer, str(error), hostile=True))
         except Expected as error:
-            self._tell_damage(error)
+            self.tell_damage(error)
             self.post(events.PullFailed(round_id, peer, _why(error)))
         else:
             self.post(events.ContributionPulled(round_id, peer, got.steps, got.tokens))
@@ -280,7 +299,7 @@ class NodeShell:
         try:
             merge = await self._holdings.merge(action.round, action.parts)
         except P2PDilocoError as error:
-            self._tell_damage(error)
+            self.tell_damage(error)
             self.post(events.MergeFailed(action.round, str(error)))
         else:
             self.post(
@@ -315,7 +334,7 @@ class NodeShell:
             for record in action.records:
                 await self._apply(action, record)
         except Expected as error:
-            self._tell_damage(error)
+            self.tell_damage(error)
             self.post(
                 events.CatchUpFailed(
                     action.fragment, _why(error), diverged=isinstance(error, DivergedError)
@@ -377,7 +396,7 @@ class NodeShell:
         self._accuse(fetched.liars)
         return fetched.data
 
-    def _tell_damage(self, error: BaseException) -> None:
+    def tell_damage(self, error: BaseException) -> None:
         """Only of a state that we hold still: what was replaced meanwhile harms nobody."""
         if isinstance(error, StateDamagedError):
             damaged = error.state

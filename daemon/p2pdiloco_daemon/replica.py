@@ -178,6 +178,14 @@ class Replica:
         assert period_steps is not None, "in a paced run every merge has its period"
         return OuterStep.after(rate, momentum, period_steps, self._paced_inner_steps)
 
+    def check_partner(self, fragment: int, vector: Vector) -> None:
+        """PayloadError unless another node's parameters are as near to ours as an outer gradient
+        may be long.
+        """
+        state = self._newest(fragment)
+        with np.errstate(over="ignore"):
+            self._check_length(norm(vector - state.anchor), state)
+
     def _newest(self, fragment: int) -> FragmentState:
         state = self._states[fragment]
         if state is None:
@@ -216,6 +224,14 @@ def make_state(fragment: int, version: int, anchor: Vector, momentum: Vector) ->
     momentum.setflags(write=False)
     digest = state_digest(fragment, version, anchor, momentum)
     return FragmentState(fragment, version, anchor, momentum, digest)
+
+
+def make_finite_state(
+    fragment: int, version: int, anchor: Vector, momentum: Vector
+) -> FragmentState:
+    """The same; PayloadError for values that are not finite."""
+    _check_finite(anchor, momentum)
+    return make_state(fragment, version, anchor, momentum)
 
 
 def state_digest(fragment: int, version: int, anchor: Vector, momentum: Vector) -> str:

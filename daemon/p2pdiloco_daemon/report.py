@@ -6,10 +6,11 @@ from importlib.metadata import version
 from typing import Protocol
 
 from p2pdiloco.protocol.membership import Member
+from p2pdiloco.protocol.naming import PeerId
 from p2pdiloco.protocol.node import Node
 from p2pdiloco.protocol.pacer import Pacer
 from p2pdiloco.protocol.register import Register
-from p2pdiloco.protocol.state import Condition
+from p2pdiloco.protocol.state import Condition, Post
 from p2pdiloco.protocol.wire import PROTOCOL_VERSION
 from p2pdiloco.spec import RunSpec
 from p2pdiloco_bootstrap.serving import Traffic
@@ -128,7 +129,7 @@ class Reporter:
 
     def status(self) -> view.Status:
         state = self.node.state
-        synchronizer, term, attempt = state.post(state.registers[0])
+        synchronizer, term, attempt = self._post()
         return view.Status(
             protocol_version=PROTOCOL_VERSION,
             app_version=version("p2pdiloco"),
@@ -231,6 +232,8 @@ class Reporter:
                 f"The learner has taken no step for more than {STILL_S:.0f} s: its process hangs, "
                 f"was stopped, or waits for the machine; {swarm} go on meanwhile."
             )
+        if self.node.gossiper:
+            return f"Training with {swarm}, without a synchronizer; {self._mixes()}."
         post = state.post(state.registers[0])[0]
         role = "and is the synchronizer" if post == state.me else "and contributes its progress"
         return f"Training with {swarm}; this node learns {role}."
@@ -238,7 +241,23 @@ class Reporter:
     def _stands_still(self) -> bool:
         return self.learner.stands_still(self.now(), self.node.state.step_s)
 
+    def _mixes(self) -> str:
+        """With whom this node mixes, and how far they are apart."""
+        assert self.node.gossiper
+        num = len(self.node.gossiper.partners)
+        with_whom = f"this node mixes with {num} partner{'s' if num != 1 else ''} at the moment"
+        distance = self.shell.gossip.mixing.distance if self.shell.gossip else None
+        if distance is None:
+            return with_whom
+        return f"{with_whom}; the last ones differed from it by {distance[1]:.2%}"
+
     # ---------------------------------------------------------------- the parts
+
+    def _post(self) -> Post:
+        """Of the first fragment; nobody's where there is no synchronizer."""
+        if self.node.gossiper:
+            return None, 0, 0
+        return self.node.state.post(self.node.state.registers[0])
 
     def _learner(self) -> view.Learner:
         state, learner = self.node.state, self.learner
@@ -354,7 +373,9 @@ class Reporter:
 
     def _members(self) -> list[view.Member]:
         state = self.node.state
-        posts = {state.post(register)[0] for register in state.registers}
+        posts = set[PeerId | None]()
+        if not self.node.gossiper:
+            posts = {state.post(register)[0] for register in state.registers}
         me = view.Member(
             peer=state.me,
             name=state.config.name,

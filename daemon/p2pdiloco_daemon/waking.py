@@ -15,11 +15,22 @@ from p2pdiloco.protocol.naming import PeerId
 from p2pdiloco.protocol.node import Node
 from p2pdiloco.protocol.pacing import SyncTimes
 from p2pdiloco.protocol.state import NodeConfig
+from p2pdiloco.protocol.topology import (
+    PAIRS,
+    GossipPlan,
+    Groups,
+    Topology,
+    everybody,
+    exponential,
+    hypercube,
+    ring,
+)
 from p2pdiloco.spec import RunSpec, SignedSpec
 from p2pdiloco_bootstrap import identity as identities
 from p2pdiloco_bootstrap.addresses import split_peer
 from p2pdiloco_bootstrap.identity import Identity
 from p2pdiloco_daemon.holdings import Holdings
+from p2pdiloco_daemon.mixing import Mixing, MixSettings
 from p2pdiloco_daemon.node import SAVED_NODE, saved
 from p2pdiloco_daemon.place import Place
 from p2pdiloco_daemon.replica import Replica
@@ -63,6 +74,39 @@ def replica_of(spec: RunSpec, fragments: tuple[Fragment, ...]) -> Replica:
     )
 
 
+def gossip_plan(spec: RunSpec, run_id: str) -> GossipPlan | None:
+    """Who mixes with whom, if the run gossips: the paper's instances, and some topologies."""
+    if spec.sync.strategy != "gossip":
+        return None
+    mix1: dict[str, Topology] = {
+        "GlobalM1": everybody,
+        "GlobalM1LocalM2": everybody,
+        "pairwise": PAIRS,
+        "hypercube": hypercube,
+        "exponential": exponential,
+        "ring": ring,
+    }
+    blocks = spec.sync.mix == "GlobalM1LocalM2"
+    mix2 = Groups(spec.sync.mix_group) if blocks else None
+    return GossipPlan(mix1=mix1[spec.sync.mix], mix2=mix2, seed=run_id)
+
+
+def mixing_of(spec: RunSpec, holdings: Holdings, me: PeerId) -> Mixing | None:
+    """The arithmetic of a run that gossips."""
+    if spec.sync.strategy != "gossip":
+        return None
+    settings = MixSettings(
+        me=me,
+        learning_rate=spec.outer.learning_rate,
+        momentum=spec.outer.momentum,
+        start_wire=spec.sync.mix_wire,
+        outer_wire=spec.sync.wire,
+        merge_rule=spec.sync.merge,
+        partners_return=spec.sync.mix != "pairwise",
+    )
+    return Mixing(holdings, settings)
+
+
 class _Signer:
     """The core's view of the node's key and of the keys in peer ids."""
 
@@ -82,7 +126,10 @@ def wake_up(
     """The core with what an earlier life left on disk. Blocks."""
     spec, signer = signed.spec, _Signer(identity)
     assert spec.genesis
-    chains = holdings.resume(signed.run_id, spec.genesis.state_digests, signer)
+    plan = gossip_plan(spec, signed.run_id)
+    chains = holdings.resume(
+        signed.run_id, spec.genesis.state_digests, signer, unvouched=plan is not None
+    )
     kept = holdings.load_json(SAVED_NODE)
     kept = kept if isinstance(kept, dict) else {}
     config = NodeConfig(
@@ -105,6 +152,7 @@ def wake_up(
         term_merges=spec.sync.term_merges,
         pacing=spec.sync.pacing,
         contributors_max=spec.limits.max_contributors,
+        gossip=plan,
     )
     node = _revive(config, signer, now, chains, kept.get("core"))
     holdings.store.save_json(SAVED_NODE, saved(node))

@@ -35,6 +35,10 @@ class Sent:
     def __init__(self, common: Vector) -> None:
         self._copies: dict[int | None, Vector] = {None: common}
 
+    def knows(self, number: int | None) -> bool:
+        """Whether the partner may hold our vector of that round."""
+        return number in self._copies
+
     def encode(
         self, number: int, values: Vector, held: int | None, wire: WireFormat
     ) -> tuple[bytes, Vector]:

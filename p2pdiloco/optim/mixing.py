@@ -152,6 +152,46 @@ def finish_round(
     return WorkerState(start, momentum)
 
 
+# ---------------------------------------------------------------- the same, without a wait
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """What `finish_round` makes of a worker's local values, known before they are: without a Mix2
+    the outer gradient is start - local, and Nesterov's step is then affine in `local`:
+
+        theta' = A - lr (D + mu s')                     with s' = mu s + D,  D = theta - local
+               = [A - lr (1 + mu) theta - lr mu^2 s]  +  lr (1 + mu) local
+               =  base                                +  share       local
+
+    So a learner that holds `base` goes on from theta' at the boundary where its round ends: it
+    stands still for one multiplication, and no step is taken from a value that is then overwritten.
+    """
+
+    base: Vector
+    share: float
+
+    @classmethod
+    def of(
+        cls, state: WorkerState, mixed_start: Vector, learning_rate: float, momentum_factor: float
+    ) -> "Continuation":
+        lr, mu = np.float32(learning_rate), np.float32(momentum_factor)
+        share = lr * (np.float32(1) + mu)
+        base = mixed_start - share * state.start
+        base -= lr * mu * mu * state.momentum
+        return cls(base, float(share))
+
+    def start(self, local: Vector) -> Vector:
+        """theta', f32 [n]; the same bits wherever it is computed."""
+        start = np.multiply(local, np.float32(self.share))
+        return np.add(start, self.base, out=start)
+
+    def finish(self, state: WorkerState, local: Vector, momentum_factor: float) -> WorkerState:
+        """The state after the round that ended at `local`."""
+        momentum = np.float32(momentum_factor) * state.momentum + (state.start - local)
+        return WorkerState(self.start(local), momentum)
+
+
 # ---------------------------------------------------------------- part of the tensors
 
 

@@ -1,0 +1,216 @@
+"""The errands of a node that gossips: vectors are swapped with partners, rounds are ended."""
+
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from p2pdiloco.errors import P2PDilocoError, PeerError
+from p2pdiloco.optim.mixing import Continuation
+from p2pdiloco.protocol import actions, events
+from p2pdiloco.protocol.naming import MixId, PeerId
+from p2pdiloco_bootstrap.shelf import MixVector
+from p2pdiloco_daemon import learner as learners
+from p2pdiloco_daemon.exchange import Exchange
+from p2pdiloco_daemon.holdings import Holdings
+from p2pdiloco_daemon.mixing import Mixing
+from p2pdiloco_daemon.replica import FragmentState, Vector
+
+GossipAction = actions.OpenMix | actions.FetchMix | actions.CutRound | actions.FinishRound
+
+LEARNER_DIED = "the learner died before the round ended"
+
+
+class Learner(Protocol):
+    """What is asked of a learner; see `p2pdiloco_daemon.learner.Learner`."""
+
+    def install(self, fragment: int, version: int, values: Vector) -> None: ...
+    def snapshot(self, fragment: int, base_version: int, *, hold: bool = False) -> int: ...
+    def end_round(self, fragment: int, version: int, base: Vector, share: float) -> bool: ...
+
+
+class Shell(Protocol):
+    """What is needed of the `NodeShell`."""
+
+    @property
+    def learner(self) -> Learner | None: ...
+    def post(self, event: events.Event) -> None: ...
+    def start(self, errand: Coroutine[Any, Any, None], name: str) -> None: ...
+    def tell_damage(self, error: BaseException) -> None: ...
+
+
+@dataclass(slots=True)
+class _Ending:
+    """A round that the learner is to go on from: by itself, from `continuation`, or from `state`,
+    which is being installed.
+    """
+
+    action: actions.FinishRound
+    continuation: Continuation | None = None
+    state: FragmentState | None = None
+
+
+class GossipErrands:
+    def __init__(
+        self,
+        shell: Shell,
+        mixing: Mixing,
+        holdings: Holdings,
+        exchange: Exchange,
+        expected: tuple[type[Exception], ...],
+    ) -> None:
+        self.mixing = mixing
+        self._shell = shell
+        self._holdings = holdings
+        self._exchange = exchange
+        self._expected = expected
+        self._cuts: dict[int, actions.CutRound] = {}
+        self._endings: dict[int, _Ending] = {}
+
+    async def vector_for(
+        self, peer: str, part: str, fragment: int, round_: int, held: int | None
+    ) -> MixVector | None:
+        """For the server: to partners of that round, nobody else."""
+        await self._holdings.written()  # what we tell of must outlive this process
+        mix = MixId(fragment, round_, "start" if part == "start" else "outer")
+        return await self.mixing.vector_for(PeerId(peer), mix, held)
+
+    def carry_out(self, action: GossipAction) -> None:
+        match action:
+            case actions.OpenMix(mix, partners):
+                self.mixing.open(mix, partners)
+            case actions.FetchMix(mix, peer):
+                self._shell.start(self._fetch(mix, peer), f"fetch {mix} of {peer}")
+            case actions.CutRound(fragment, round_, _):
+                if learner := self._shell.learner:
+                    self._cuts[learner.snapshot(fragment, round_, hold=True)] = action
+                else:
+                    self._unfinished(action, LEARNER_DIED)
+            case actions.FinishRound(fragment, _, _, _, None):
+                self._shell.start(self._go_on(action), f"end round of fragment {fragment}")
+            case actions.FinishRound(fragment):
+                self._shell.start(self._install(action), f"end round of fragment {fragment}")
+
+    def on_learner(self, event: learners.LearnerEvent) -> None:
+        """After the core was told of it."""
+        match event:
+            case learners.RoundLeft():
+                self._round_left(event)
+            case learners.Snapshot():
+                self._snapshot(event)
+            case learners.SnapshotRefused():
+                self._snapshot_refused(event)
+            case learners.Installed():
+                self._installed(event)
+            case learners.Died():
+                self._learner_died()
+            case _:
+                pass
+
+    async def _fetch(self, mix: MixId, peer: PeerId) -> None:
+        held, most = self.mixing.held(mix, peer), self.mixing.bytes_max(mix)
+        answer: events.Event = events.MixFetched(mix, peer)
+        try:
+            vector = await self._exchange.pull_vector(
+                peer, mix.part, mix.fragment, mix.round, held, most
+            )
+            await self.mixing.take(mix, peer, vector)
+        except PeerError as error:
+            answer = events.MixFailed(mix, peer, str(error), hostile=True)
+        except self._expected as error:
+            self._shell.tell_damage(error)
+            answer = events.MixFailed(mix, peer, str(error) or type(error).__name__)
+        self._shell.post(answer)
+
+    # ---------------------------------------------------------------- without a Mix2
+
+    async def _go_on(self, action: actions.FinishRound) -> None:
+        try:
+            continuation = await self.mixing.continuation(action)
+        except P2PDilocoError as error:
+            self._failed(action, error)
+            return
+        p, learner = action.fragment, self._shell.learner
+        ending = self._endings[p] = _Ending(action, continuation)
+        base, share = continuation.base, continuation.share
+        if not (learner and learner.end_round(p, action.version, base, share)):
+            self._drop(ending, LEARNER_DIED)
+
+    def _round_left(self, event: learners.RoundLeft) -> None:
+        """The learner has gone on; the core hears of its counters in their order."""
+        self._shell.post(events.FragmentInstalled(event.fragment, event.version, event.tokens))
+        ending = self._endings.pop(event.fragment, None)
+        if ending and ending.continuation and ending.action.version == event.version:
+            hold = self._hold(ending.action, ending.continuation, event.values)
+            self._shell.start(hold, f"hold fragment {event.fragment}")
+
+    async def _hold(
+        self, action: actions.FinishRound, continuation: Continuation, local: Vector
+    ) -> None:
+        try:
+            state = await self.mixing.finish(action, continuation, local)
+        except P2PDilocoError as error:
+            self._failed(action, error)
+        else:
+            self._finished(state)
+
+    # ---------------------------------------------------------------- with a Mix2
+
+    def _snapshot(self, event: learners.Snapshot) -> None:
+        if action := self._cuts.pop(event.request_id, None):
+            self._shell.start(self._cut(action, event.values), f"cut fragment {event.fragment}")
+
+    def _snapshot_refused(self, event: learners.SnapshotRefused) -> None:
+        if action := self._cuts.pop(event.request_id, None):
+            self._unfinished(action, event.reason)
+
+    async def _cut(self, action: actions.CutRound, local: Vector) -> None:
+        mix = MixId(action.fragment, action.round, "outer")
+        try:
+            await self.mixing.cut(mix, local, action.partners)
+        except P2PDilocoError as error:
+            self._failed(action, error)
+        else:
+            self._shell.post(events.RoundCut(action.fragment, action.round))
+
+    async def _install(self, action: actions.FinishRound) -> None:
+        try:
+            state = await self.mixing.finish_cut(action)
+        except P2PDilocoError as error:
+            self._failed(action, error)
+            return
+        self._endings[action.fragment] = _Ending(action, state=state)
+        if learner := self._shell.learner:
+            learner.install(action.fragment, state.version, state.anchor)
+
+    def _installed(self, event: learners.Installed) -> None:
+        ending = self._endings.get(event.fragment)
+        if ending and ending.state and ending.state.version == event.version:
+            del self._endings[event.fragment]
+            self._finished(ending.state)
+
+    # ---------------------------------------------------------------- how it ends
+
+    def _learner_died(self) -> None:
+        for cut in self._cuts.values():
+            self._unfinished(cut, LEARNER_DIED)
+        self._cuts.clear()
+        for ending in list(self._endings.values()):
+            self._drop(ending, LEARNER_DIED)
+
+    def _finished(self, state: FragmentState) -> None:
+        self._holdings.hold_own(state)
+        self._shell.post(events.RoundFinished(state.fragment, state.version, state.digest))
+
+    def _drop(self, ending: _Ending, reason: str) -> None:
+        if self._endings.get(ending.action.fragment) is ending:
+            del self._endings[ending.action.fragment]
+        self._unfinished(ending.action, reason)
+
+    def _failed(
+        self, action: actions.CutRound | actions.FinishRound, error: P2PDilocoError
+    ) -> None:
+        self._shell.tell_damage(error)
+        self._unfinished(action, str(error))
+
+    def _unfinished(self, action: actions.CutRound | actions.FinishRound, reason: str) -> None:
+        self._shell.post(events.RoundUnfinished(action.fragment, action.round, reason))

@@ -1,0 +1,275 @@
+"""What a node that gossips computes: vectors for its partners, theirs, and the outer step on both.
+
+Arithmetic runs in the worker thread; what is kept changes on the event loop only. Who mixes with
+whom and what counts is the core's business (`p2pdiloco.protocol.gossip`).
+
+Partners that come back are sent the difference to what they hold of ours (`compress/difference`),
+at the cost of three vectors per partner; that pays where the topology names the same few again and
+again. The `RETURNING_MAX` newest are remembered, and none where partners are drawn anew. A whole
+vector travels in 8 bits at least: in 4 it would be a tenth of its length off.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import sqrt
+from typing import TypeAlias, TypeVar
+
+import numpy as np
+
+from p2pdiloco.compress.codec import decode, encode, max_encoded_bytes
+from p2pdiloco.compress.difference import Sent, decode_difference
+from p2pdiloco.compress.quantize import WireFormat
+from p2pdiloco.optim.merge import MergeRule, norm
+from p2pdiloco.optim.mixing import (
+    Continuation,
+    Exchanged,
+    WorkerState,
+    finish_round,
+    mix_gradients,
+    mix_parameters,
+)
+from p2pdiloco.protocol.actions import FinishRound
+from p2pdiloco.protocol.naming import MixId, PeerId
+from p2pdiloco_bootstrap.shelf import MixVector
+from p2pdiloco_daemon.holdings import Holdings
+from p2pdiloco_daemon.replica import (
+    Buffer,
+    FragmentState,
+    StaleBaseError,
+    Vector,
+    make_finite_state,
+    require_sound,
+)
+
+T = TypeVar("T")
+
+RETURNING_MAX = 4
+"""Partners per fragment to whom differences are sent: 48 bytes per parameter for all of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixSettings:
+    """Of the run spec, what the arithmetic needs."""
+
+    me: PeerId
+    learning_rate: float
+    momentum: float
+    start_wire: WireFormat
+    outer_wire: WireFormat
+    merge_rule: MergeRule
+    partners_return: bool
+    """Whether the topology names the same partners again and again."""
+
+
+Coded: TypeAlias = tuple[MixVector, Vector]
+"""What is sent, and what the partner holds after that."""
+
+
+@dataclass(slots=True)
+class _Swap:
+    """One vector of ours, and those of the partners that it is swapped with."""
+
+    mix: MixId
+    own: Vector
+    partners: tuple[PeerId, ...]
+    coded: dict[tuple[PeerId, int | None], Coded] = field(default_factory=dict)
+    """By partner, and what it held before."""
+    arrived: dict[PeerId, Vector] = field(default_factory=dict)
+    """Ours as each partner has it."""
+    theirs: dict[PeerId, Vector] = field(default_factory=dict)
+
+    def exchanged(self) -> dict[PeerId, Exchanged]:
+        both = [peer for peer in self.theirs if peer in self.arrived]
+        return {peer: Exchanged(self.theirs[peer], self.arrived[peer]) for peer in both}
+
+
+class Mixing:
+    """`distance` is how far the partners of the newest exchanges were from this node: the Euclidean
+    distance of the whole model, mean square over partners, and the same as a share of its length.
+    """
+
+    def __init__(self, holdings: Holdings, settings: MixSettings) -> None:
+        self._holdings = holdings
+        self._replica = holdings.replica
+        self._settings = settings
+        self._swaps: dict[tuple[int, str], _Swap] = {}
+        self._sent: list[OrderedDict[PeerId, Sent]] = [
+            OrderedDict() for _ in self._replica.fragments
+        ]
+        self._held: list[OrderedDict[PeerId, tuple[int, Vector]]] = [
+            OrderedDict() for _ in self._replica.fragments
+        ]
+        self._distances: dict[int, tuple[float, float]] = {}
+        """By fragment: squared distance to partners, mean, and own squared length."""
+
+    @property
+    def distance(self) -> tuple[float, float] | None:
+        if not self._distances:
+            return None
+        apart, length = (sum(values) for values in zip(*self._distances.values(), strict=True))
+        return sqrt(apart), sqrt(apart / length) if length else 0.0
+
+    # ---------------------------------------------------------------- swapping
+
+    def open(self, mix: MixId, partners: Sequence[PeerId]) -> None:
+        state = self._replica.state(mix.fragment)
+        assert state and state.version == mix.round, mix
+        self._swaps[mix.fragment, "start"] = _Swap(mix, state.anchor, tuple(partners))
+        self._swaps.pop((mix.fragment, "outer"), None)
+
+    async def vector_for(self, peer: PeerId, mix: MixId, held: int | None) -> MixVector | None:
+        """Ours, for a partner of that round; None for anybody else."""
+        swap = self._swap(mix)
+        if swap is None or peer not in swap.partners:
+            return None
+        sent = self._sent[mix.fragment].get(peer)
+        base = held if mix.part == "start" and sent and sent.knows(held) else None
+        key = peer if mix.part == "start" else self._settings.me, base
+        if key not in swap.coded:
+            swap.coded[key] = await self._holdings.compute(self._encode, swap, peer, base)
+        vector, swap.arrived[peer] = swap.coded[key]
+        return vector
+
+    def held(self, mix: MixId, peer: PeerId) -> int | None:
+        """The newest round of which we hold the partner's start."""
+        kept = self._held[mix.fragment].get(peer) if mix.part == "start" else None
+        return kept[0] if kept else None
+
+    def bytes_max(self, mix: MixId) -> int:
+        size = self._replica.fragments[mix.fragment].size
+        wires: tuple[WireFormat, ...] = (
+            "int8",
+            self._settings.start_wire,
+            self._settings.outer_wire,
+        )
+        return max(max_encoded_bytes(size, wire) for wire in wires)
+
+    async def take(self, mix: MixId, peer: PeerId, vector: MixVector) -> None:
+        """Decodes and checks a partner's vector; PayloadError if it is not what it should be."""
+        p, kept = mix.fragment, self._held[mix.fragment].get(peer)
+        base = kept[1] if kept and vector.held is not None else None
+        theirs = await self._holdings.compute(self._decode, mix, vector.payload, base)
+        if swap := self._swap(mix):
+            swap.theirs[peer] = theirs
+        if mix.part == "start" and self._settings.partners_return:
+            _remember(self._held[p], peer, (mix.round, theirs))
+
+    def _swap(self, mix: MixId) -> _Swap | None:
+        swap = self._swaps.get((mix.fragment, mix.part))
+        return swap if swap and swap.mix == mix else None
+
+    def _encode(self, swap: _Swap, peer: PeerId, held: int | None) -> Coded:
+        mix, settings = swap.mix, self._settings
+        if mix.part == "outer":
+            payload = encode(swap.own, settings.outer_wire)
+            return MixVector(None, payload), swap.own
+        if not settings.partners_return:
+            payload = encode(swap.own, self._wire(None))
+            return MixVector(None, payload), decode(payload, swap.own.size, self._wire(None))
+        sent = self._sent[mix.fragment].get(peer)
+        if sent is None:
+            sent = Sent(np.zeros_like(swap.own))
+            _remember(self._sent[mix.fragment], peer, sent)
+        payload, arrived = sent.encode(mix.round, swap.own, held, self._wire(held))
+        return MixVector(held, payload), arrived
+
+    def _decode(self, mix: MixId, payload: Buffer, base: Vector | None) -> Vector:
+        p, size = mix.fragment, self._replica.fragments[mix.fragment].size
+        if mix.part == "outer":
+            return self._replica.decode_contribution(p, payload)
+        wire = self._wire(None if base is None else 0)
+        known = np.zeros(size, np.float32) if base is None else base
+        theirs = decode_difference(bytes(payload), known, wire)
+        self._replica.check_partner(p, theirs)
+        return theirs
+
+    def _wire(self, held: int | None) -> WireFormat:
+        wire = self._settings.start_wire
+        return "int8" if held is None and wire == "int4" else wire
+
+    # ---------------------------------------------------------------- the outer step
+
+    async def continuation(self, action: FinishRound) -> Continuation:
+        """What the learner needs to go on from the next start."""
+        return await self._holdings.compute(self._continuation, action)
+
+    def _continuation(self, action: FinishRound) -> Continuation:
+        state, mixed = self._mixed_start(action)
+        settings = self._settings
+        return Continuation.of(_worker(state), mixed, settings.learning_rate, settings.momentum)
+
+    async def finish(
+        self, action: FinishRound, continuation: Continuation, local: Vector
+    ) -> FragmentState:
+        """The state with which the learner has gone on from `local`."""
+        return await self._holdings.compute(self._finish, action, continuation, local)
+
+    def _finish(
+        self, action: FinishRound, continuation: Continuation, local: Vector
+    ) -> FragmentState:
+        state = self._base(action)
+        after = continuation.finish(_worker(state), local, self._settings.momentum)
+        return make_finite_state(action.fragment, action.version, after.start, after.momentum)
+
+    async def cut(self, mix: MixId, local: Vector, partners: Sequence[PeerId]) -> None:
+        """Offers the outer gradient of a round that ended with `local`."""
+        swap = await self._holdings.compute(self._cut, mix, local, tuple(partners))
+        self._swaps[mix.fragment, "outer"] = swap
+
+    def _cut(self, mix: MixId, local: Vector, partners: tuple[PeerId, ...]) -> _Swap:
+        """All of a group mix the same vectors: ours is what the others decode."""
+        start = self._swaps[mix.fragment, "start"].own
+        wire = self._settings.outer_wire
+        payload = encode(start - local, wire)
+        own = decode(payload, start.size, wire)
+        swap = _Swap(mix, own, partners)
+        swap.coded[self._settings.me, None] = MixVector(None, payload), own
+        return swap
+
+    async def finish_cut(self, action: FinishRound) -> FragmentState:
+        return await self._holdings.compute(self._finish_cut, action)
+
+    def _finish_cut(self, action: FinishRound) -> FragmentState:
+        p, settings = action.fragment, self._settings
+        state, mixed = self._mixed_start(action)
+        swap = self._swaps[p, "outer"]
+        assert action.outers
+        mine = {settings.me: swap.own}
+        gradient = mix_gradients(
+            settings.me,
+            mine | swap.theirs,
+            action.outers,
+            self._replica.fragments[p],
+            settings.merge_rule,
+        )
+        after = finish_round(
+            _worker(state), mixed, gradient, settings.learning_rate, settings.momentum
+        )
+        return make_finite_state(p, action.version, after.start, after.momentum)
+
+    def _mixed_start(self, action: FinishRound) -> tuple[FragmentState, Vector]:
+        state, exchanged = self._base(action), self._swaps[action.fragment, "start"].exchanged()
+        require_sound(state)
+        counted = [exchanged[peer] for peer in action.starts.partners if peer in exchanged]
+        if counted:
+            apart = sum(norm(link.theirs - link.mine) ** 2 for link in counted) / len(counted)
+            self._distances[action.fragment] = apart, norm(state.anchor) ** 2
+        return state, mix_parameters(state.anchor, action.starts, exchanged)
+
+    def _base(self, action: FinishRound) -> FragmentState:
+        state = self._replica.state(action.fragment)
+        if state is None or state.version != action.round:
+            raise StaleBaseError(f"fragment {action.fragment} is no longer in round {action.round}")
+        return state
+
+
+def _worker(state: FragmentState) -> WorkerState:
+    return WorkerState(state.anchor, state.momentum)
+
+
+def _remember(kept: OrderedDict[PeerId, T], peer: PeerId, value: T) -> None:
+    kept[peer] = value
+    kept.move_to_end(peer)
+    while len(kept) > RETURNING_MAX:
+        kept.popitem(last=False)
