@@ -143,10 +143,10 @@ class OuterSpec(_Section):
 class SyncSpec(_Section):
     """When and how learners are merged (Decoupled DiLoCo; the symbols are the paper's)."""
 
-    strategy: Literal["quorum", "gossip"] = "quorum"
+    strategy: Literal["quorum", "gossip", "diloco"] = "quorum"
     """`quorum`: a synchronizer, which rotates, merges what a quorum of learners offers; `gossip`:
     there is none, every node mixes its parameters with partners (`mix`) and makes its own outer
-    step."""
+    step; `diloco`: all merge at once and wait for each other, to compare with."""
     inner_steps: int = Field(default=12, ge=1, le=1_000_000)
     """H: inner steps of the median learner between two merges of the same fragment."""
     num_fragments: int = Field(default=6, ge=1, le=FRAGMENTS_MAX)
@@ -183,6 +183,19 @@ class SyncSpec(_Section):
     slack_steps: int = Field(default=0, ge=0)
     """Inner steps by which a merge may be put off where pacing is not fixed. A period then has
     between inner_steps - slack_steps and inner_steps + slack_steps, and inner_steps on average."""
+
+    @model_validator(mode="after")
+    def _strategy_fits(self) -> Self:
+        if self.strategy == "diloco" and self.num_fragments != 1:
+            raise ValueError(
+                f"num_fragments must be 1 for diloco, which merges the whole model at once, "
+                f"got {self.num_fragments}"
+            )
+        if self.strategy != "quorum" and self.pacing != "fixed":
+            raise ValueError(
+                f"pacing must be fixed for {self.strategy}, got {self.pacing}; quorum can be paced"
+            )
+        return self
 
     @model_validator(mode="after")
     def _slack_fits(self) -> Self:

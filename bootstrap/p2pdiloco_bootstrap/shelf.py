@@ -8,13 +8,14 @@
     GET  /v1/contribution/{p}/{v}/{term}/{attempt}    an outer gradient; counters in headers
     GET  /v1/mix/{part}/{p}/{round}?held=R            a vector, for a partner in gossip; a header
                                                       says if it is the difference to round R's
+    GET  /v1/predictions                              of the learner of a node that gossips
 
 All answers may also be 403 (this peer is banned here), 404 (not kept here) or 503 (too much at
 once); bodies honour a Range. Who reads what lies on the shelf is of no concern: digests protect it.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -91,8 +92,16 @@ class MixVector:
     payload: bytes
 
 
-Vectors = Callable[[str, str, int, int, int | None], Awaitable[MixVector | None]]
-"""(peer, part, fragment, round, round that the peer holds) -> what it may have, if anything."""
+class GossipShelf(Protocol):
+    """What a node that gossips hands out. None is answered as "not kept here"."""
+
+    async def vector_for(
+        self, peer: str, part: str, fragment: int, round_: int, held: int | None
+    ) -> MixVector | None:
+        """`held` is the round whose vector the peer says it has."""
+
+    def predictions(self) -> bytes | None:
+        """As `p2pdiloco.learn.predictions` packs them."""
 
 
 class Shelf(Protocol):
@@ -112,12 +121,12 @@ def exchange_application(
     traffic: Traffic,
     on_message: OnMessage | None = None,
     admits: Callable[[str], bool] = lambda peer: True,
-    vectors: Vectors | None = None,
+    gossip: GossipShelf | None = None,
 ) -> web.Application:
-    """The application above; without `on_message` it takes no messages, without `vectors` it has
-    none (404).
+    """The application above; without `on_message` it takes no messages, without `gossip` it has
+    nothing for partners (404).
     """
-    server = _Server(shelf, traffic, on_message, vectors)
+    server = _Server(shelf, traffic, on_message, gossip)
     app = new_application(MESSAGE_BYTES_MAX)
     app.middlewares.append(_admitting(admits))
     if on_message is not None:
@@ -130,7 +139,8 @@ def exchange_application(
         rf"/v1/contribution/{_FRAGMENT}/{_VERSION}/{{term:\d{{1,16}}}}/{{attempt:\d{{1,16}}}}",
         server.contribution,
     )
-    if vectors is not None:
+    if gossip is not None:
+        app.router.add_get("/v1/predictions", server.predictions)
         app.router.add_get(rf"/v1/mix/{{part:start|outer}}/{_FRAGMENT}/{_VERSION}", server.mix)
     return app
 
@@ -167,10 +177,10 @@ class _Server:
         shelf: Shelf,
         traffic: Traffic,
         on_message: OnMessage | None,
-        vectors: Vectors | None,
+        gossip: GossipShelf | None,
     ) -> None:
         self._shelf = shelf
-        self._vectors = vectors
+        self._gossip = gossip
         self._traffic = traffic
         self._on_message = on_message
 
@@ -218,15 +228,19 @@ class _Server:
         return await self._send(request, "contribution", found.payload, headers)
 
     async def mix(self, request: web.Request) -> web.StreamResponse:
-        assert self._vectors is not None
+        assert self._gossip is not None
         place = request.match_info
         fragment, number = int(place["fragment"]), int(place["version"])
         held = _round_number(request.query.get("held", ""))
-        found = await self._vectors(sender(), place["part"], fragment, number, held)
+        found = await self._gossip.vector_for(sender(), place["part"], fragment, number, held)
         if found is None:
             return await self._send(request, "mix", None)
         headers = {HELD_HEADER: "" if found.held is None else str(found.held)}
         return await self._send(request, "mix", found.payload, headers)
+
+    async def predictions(self, request: web.Request) -> web.StreamResponse:
+        assert self._gossip is not None
+        return await self._send(request, "predictions", self._gossip.predictions())
 
     async def _send(
         self,

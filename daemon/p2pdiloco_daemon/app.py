@@ -29,6 +29,7 @@ from p2pdiloco_bootstrap.shelf import exchange_application
 from p2pdiloco_daemon import learner as learners
 from p2pdiloco_daemon.chores import (
     SettleRequest,
+    compare_with_partners,
     discover,
     keep_house,
     settle_when_asked,
@@ -252,12 +253,8 @@ async def _wake(ground: Ground, signed: SignedSpec, holdings: Holdings) -> Node:
 async def _on_the_network(ground: Ground, part: Part, host: Host) -> None:
     """As long as this host lives: serves what is held, and looks for members."""
     shelf = NodeShelf(part.signed.pack(), part.shell.node, part.holdings)
-    gossip = part.shell.gossip
     server = exchange_application(
-        shelf,
-        ground.traffic,
-        part.shell.take_message,
-        vectors=gossip.vector_for if gossip else None,
+        shelf, ground.traffic, part.shell.take_message, gossip=part.shell.gossip
     )
     async with host.serving(server):
         await discover(host, ground.place.run_id, part.shell, part.holdings, part.look_again)
@@ -290,6 +287,7 @@ def _chores(
             part.holdings, part.shell, ground.traffic, ground.place.directory
         ),
         "settling": settle_when_asked(ground.settle, learner, part.shell, part.report),
+        "comparing": compare_with_partners(part.shell),
     }
     if part.signed.spec.sync.slack_steps:
         chores["measuring"] = measure_machine(

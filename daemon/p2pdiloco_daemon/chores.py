@@ -44,6 +44,13 @@ async def settle_when_asked(
     shell.post(events.SettleAsked())
 
 
+async def compare_with_partners(shell: NodeShell) -> None:
+    """In a run that gossips: how far the others are from us in what they predict."""
+    gossiper = shell.node.gossiper
+    if shell.gossip and gossiper:
+        await shell.gossip.compare(lambda: gossiper.partners)
+
+
 def tell_of_sleep(shell: NodeShell, look_again: asyncio.Event, seconds: float) -> None:
     """For log and page; and has `discover` look for the others at once."""
     text = (

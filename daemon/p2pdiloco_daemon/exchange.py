@@ -21,6 +21,7 @@ import aiohttp
 from yarl import URL
 
 from p2pdiloco.errors import PayloadError, PeerError
+from p2pdiloco.learn.predictions import PREDICTIONS_BYTES
 from p2pdiloco_bootstrap.serving import Traffic
 from p2pdiloco_bootstrap.shelf import (
     HELD_HEADER,
@@ -183,6 +184,10 @@ class Exchange:
         if named not in ("", str(held)):
             raise PeerError(f"{peer} sends a difference to {named[:20]!r}, we hold {held}")
         return MixVector(held if named else None, bytes(data))
+
+    async def predictions(self, peer: str) -> bytes:
+        """What the peer's learner predicts on the probe, unchecked."""
+        return bytes(await self.get(peer, "/v1/predictions", PREDICTIONS_BYTES))
 
     async def get(
         self, peer: str, path: str, max_bytes: int, idle_timeout_s: float = IDLE_TIMEOUT_S

@@ -1,10 +1,14 @@
 """The errands of a node that gossips: vectors are swapped with partners, rounds are ended."""
 
-from collections.abc import Coroutine
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from p2pdiloco.errors import P2PDilocoError, PeerError
+from p2pdiloco.learn.predictions import prediction_distance, unpack_predictions
 from p2pdiloco.optim.mixing import Continuation
 from p2pdiloco.protocol import actions, events
 from p2pdiloco.protocol.naming import MixId, PeerId
@@ -16,6 +20,12 @@ from p2pdiloco_daemon.mixing import Mixing
 from p2pdiloco_daemon.replica import FragmentState, Vector
 
 GossipAction = actions.OpenMix | actions.FetchMix | actions.CutRound | actions.FinishRound
+
+COMPARE_S = 20.0
+COMPARED_MAX = 4
+"""Partners that are asked for 32 KiB of predictions, each time."""
+
+logger = logging.getLogger(__name__)
 
 LEARNER_DIED = "the learner died before the round ended"
 
@@ -36,6 +46,7 @@ class Shell(Protocol):
     def post(self, event: events.Event) -> None: ...
     def start(self, errand: Coroutine[Any, Any, None], name: str) -> None: ...
     def tell_damage(self, error: BaseException) -> None: ...
+    def merged(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -63,6 +74,9 @@ class GossipErrands:
         self._holdings = holdings
         self._exchange = exchange
         self._expected = expected
+        self.output_distance: float | None = None
+        """Jensen-Shannon distance to the partners compared last, mean."""
+        self._predictions: bytes | None = None
         self._cuts: dict[int, actions.CutRound] = {}
         self._endings: dict[int, _Ending] = {}
 
@@ -73,6 +87,34 @@ class GossipErrands:
         await self._holdings.written()  # what we tell of must outlive this process
         mix = MixId(fragment, round_, "start" if part == "start" else "outer")
         return await self.mixing.vector_for(PeerId(peer), mix, held)
+
+    def predictions(self) -> bytes | None:
+        """For the server: what our learner predicted when it was last evaluated."""
+        return self._predictions
+
+    async def compare(self, partners: Callable[[], Sequence[PeerId]]) -> None:
+        """For ever: how far partners are from us in what they predict."""
+        while True:
+            await asyncio.sleep(COMPARE_S)
+            if self._predictions is None:
+                continue
+            mine = unpack_predictions(self._predictions)
+            distances = []
+            for peer in partners()[:COMPARED_MAX]:
+                with suppress(*self._expected):
+                    theirs = unpack_predictions(await self._exchange.predictions(peer))
+                    distances.append(prediction_distance(mine, theirs))
+            if distances:
+                self.output_distance = sum(distances) / len(distances)
+                apart = self.mixing.distance or (0.0, 0.0)
+                logger.info(
+                    "disagreement with %d partners: %.4f in outputs (Jensen-Shannon), "
+                    "%.3f in parameters (%.2f %%)",
+                    len(distances),
+                    self.output_distance,
+                    apart[0],
+                    100 * apart[1],
+                )
 
     def carry_out(self, action: GossipAction) -> None:
         match action:
@@ -101,6 +143,8 @@ class GossipErrands:
                 self._snapshot_refused(event)
             case learners.Installed():
                 self._installed(event)
+            case learners.Evaluated():
+                self._predictions = event.predictions or None
             case learners.Died():
                 self._learner_died()
             case _:
@@ -199,6 +243,7 @@ class GossipErrands:
 
     def _finished(self, state: FragmentState) -> None:
         self._holdings.hold_own(state)
+        self._shell.merged()
         self._shell.post(events.RoundFinished(state.fragment, state.version, state.digest))
 
     def _drop(self, ending: _Ending, reason: str) -> None:

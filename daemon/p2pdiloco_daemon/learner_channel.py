@@ -85,7 +85,7 @@ class TakeSnapshot:
     fragment: int
     base_version: int
     serial: int
-    hold: bool
+    hold: bool = False
     """Whether to stand still afterwards, until the fragment is installed."""
 
 
@@ -221,6 +221,8 @@ class Evaluated:
     """Nats per byte."""
     step: int
     seconds: float
+    predictions: bytes = b""
+    """Of a run that gossips, as `p2pdiloco.learn.predictions` packs them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,11 @@ from typing import Protocol, assert_never
 import torch
 
 from p2pdiloco.errors import P2PDilocoError, StoreError
+from p2pdiloco.learn.disagreement import output_distributions, probe_batch
 from p2pdiloco.learn.evaluate import held_out_loss, sample_text
 from p2pdiloco.learn.inner_loop import InnerLoop, StepResult, bf16_is_faster
 from p2pdiloco.learn.models import build_model, num_parameters
+from p2pdiloco.learn.predictions import POSITIONS, pack_predictions
 from p2pdiloco.learn.text import Text, TextStream, open_text, open_tokenizer
 from p2pdiloco.optim.fragments import fragments_of
 from p2pdiloco.optim.mixing import Continuation
@@ -97,6 +99,8 @@ class Judge(Protocol):
     """Looks at the model between steps."""
 
     def held_out_loss(self) -> float: ...
+
+    def predictions(self) -> bytes: ...
 
     def sample(self, prompt: str, num_tokens: int, temperature: float, seed: int) -> str: ...
 
@@ -297,12 +301,12 @@ class LearnerProcess:
 
     def _evaluate(self) -> None:
         started = self._clock()
-        loss = self._judge.held_out_loss()
+        loss, predictions = self._judge.held_out_loss(), self._judge.predictions()
         ended = self._clock()
         self._evaluation_wanted = False
         self._evaluated_step = self._trainer.num_steps
         self._next_evaluation = ended + (ended - started) * (1 / EVALUATION_SHARE_MAX - 1)
-        self._control.post(Evaluated(loss, self._trainer.num_steps, ended - started))
+        self._control.post(Evaluated(loss, self._trainer.num_steps, ended - started, predictions))
 
     def _step(self) -> None:
         with self._steps.running():
@@ -331,9 +335,17 @@ class _ModelJudge:
         self._text = text
         self._tokenizer = open_tokenizer(spec.data)
         self._sequence_length = spec.data.sequence_length
+        self._is_compared = spec.sync.strategy == "gossip"
 
     def held_out_loss(self) -> float:
         return held_out_loss(self._model, self._text, self._sequence_length)
+
+    def predictions(self) -> bytes:
+        if not self._is_compared:
+            return b""
+        sequences = -(-POSITIONS // self._sequence_length) + 3
+        probe = probe_batch(self._text, self._sequence_length, sequences)
+        return pack_predictions(output_distributions(self._model, probe).numpy())
 
     def sample(self, prompt: str, num_tokens: int, temperature: float, seed: int) -> str:
         return sample_text(

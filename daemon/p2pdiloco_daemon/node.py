@@ -194,8 +194,8 @@ class NodeShell:
             case actions.Note(text):
                 self.notes.append((self.node.state.now, text))
                 logger.info("%s", text)
-            case actions.PrepareContribution(round_id):
-                self._ask_for_snapshot(round_id)
+            case actions.PrepareContribution(round_id, hold):
+                self._ask_for_snapshot(round_id, hold)
             case actions.DropContribution(fragment):
                 self._holdings.drop_contribution(fragment)
             case actions.PullContribution(round_id, peer):
@@ -207,7 +207,7 @@ class NodeShell:
                 self._holdings.drop_round(round_id)
             case actions.CommitRecord(record):
                 self._holdings.commit(record)
-                self._merged()
+                self.merged()
             case actions.FetchRecords(peer, fragment, after_version):
                 self.start(self._fetch_records(peer, fragment, after_version), "fetch records")
             case actions.CatchUp():
@@ -248,11 +248,11 @@ class NodeShell:
             if not self._sending:
                 self._all_sent.set()
 
-    def _ask_for_snapshot(self, round_id: RoundId) -> None:
+    def _ask_for_snapshot(self, round_id: RoundId, hold: bool) -> None:
         if self.learner is None:
             self.post(events.ContributionFailed(round_id, "the learner is not running"))
             return
-        request_id = self.learner.snapshot(round_id.fragment, round_id.version - 1)
+        request_id = self.learner.snapshot(round_id.fragment, round_id.version - 1, hold=hold)
         self._snapshots[request_id] = round_id
 
     def _install(self, fragment: int) -> None:
@@ -261,7 +261,7 @@ class NodeShell:
         if self.learner:
             self.learner.install(fragment, state.version, state.anchor)
 
-    def _merged(self) -> None:
+    def merged(self) -> None:
         if self.first_merge_at is None:
             self.first_merge_at = asyncio.get_running_loop().time()
 
@@ -427,7 +427,7 @@ class NodeShell:
                 f"v{version} gives state {state.digest[:8]} here, {record.state_digest[:8]} at "
                 f"{record.synchronizer[-8:]}"
             )
-        self._merged()
+        self.merged()
         self.post(events.StateReached(p, version, state.digest, record))
 
 

@@ -151,6 +151,7 @@ class Reporter:
             synchronizer=view.Synchronizer(peer=synchronizer, is_self=synchronizer == state.me)
             if synchronizer
             else None,
+            disagreement=self._disagreement(),
             rounds=self._rounds(),
             pacing=self._pacing() if state.config.times.slack_steps else None,
             fragments=[self._fragment(register) for register in state.registers],
@@ -233,23 +234,13 @@ class Reporter:
                 f"was stopped, or waits for the machine; {swarm} go on meanwhile."
             )
         if self.node.gossiper:
-            return f"Training with {swarm}, without a synchronizer; {self._mixes()}."
+            return f"Training with {swarm}, without a synchronizer; this node learns and mixes."
         post = state.post(state.registers[0])[0]
         role = "and is the synchronizer" if post == state.me else "and contributes its progress"
         return f"Training with {swarm}; this node learns {role}."
 
     def _stands_still(self) -> bool:
         return self.learner.stands_still(self.now(), self.node.state.step_s)
-
-    def _mixes(self) -> str:
-        """With whom this node mixes, and how far they are apart."""
-        assert self.node.gossiper
-        num = len(self.node.gossiper.partners)
-        with_whom = f"this node mixes with {num} partner{'s' if num != 1 else ''} at the moment"
-        distance = self.shell.gossip.mixing.distance if self.shell.gossip else None
-        if distance is None:
-            return with_whom
-        return f"{with_whom}; the last ones differed from it by {distance[1]:.2%}"
 
     # ---------------------------------------------------------------- the parts
 
@@ -278,6 +269,17 @@ class Reporter:
             evaluation_s=learner.evaluation_s,
             restarts=learner.restarts,
             last_error=learner.last_error,
+        )
+
+    def _disagreement(self) -> view.Disagreement | None:
+        if not self.shell.gossip:
+            return None
+        distance = self.shell.gossip.mixing.distance
+        parameters, share = distance or (None, None)
+        return view.Disagreement(
+            outputs=self.shell.gossip.output_distance,
+            parameters=parameters,
+            parameters_share=share,
         )
 
     def _tokens(self) -> view.TokenLedger:

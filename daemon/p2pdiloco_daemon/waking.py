@@ -153,6 +153,7 @@ def wake_up(
         pacing=spec.sync.pacing,
         contributors_max=spec.limits.max_contributors,
         gossip=plan,
+        blocks=spec.sync.strategy == "diloco",
     )
     node = _revive(config, signer, now, chains, kept.get("core"))
     holdings.store.save_json(SAVED_NODE, saved(node))

@@ -29,11 +29,14 @@ class PrepareContribution:
     """Snapshot the fragment at the learner's next boundary where it stands on `round.version - 1`,
     and encode it.
 
+    With `hold` the learner then stands still until it receives a state of the fragment.
+
     Answer: ContributionPrepared or ContributionFailed. Replaces an earlier contribution of the same
     fragment.
     """
 
     round: RoundId
+    hold: bool = False
 
 
 @dataclass(frozen=True, slots=True)

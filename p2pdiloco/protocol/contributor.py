@@ -98,7 +98,7 @@ def prepare_if_possible(node: NodeState, register: Register) -> None:
     offer = register.offer
     if offer and not offer.preparing and register.installed == offer.round.version - 1:
         offer.preparing = True
-        node.do(PrepareContribution(offer.round))
+        node.do(PrepareContribution(offer.round, hold=node.config.blocks))
 
 
 def prepared(node: NodeState, event: events.ContributionPrepared) -> ContributionReady | None:

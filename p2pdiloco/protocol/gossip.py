@@ -278,18 +278,23 @@ class Gossiper:
         return topology(node.me, [node.me, *members], round_number, self.plan.seed)
 
     def _is_due(self, register: Register, round_: GossipRound) -> bool:
-        """Whether the median learner that steps has done its part of the round."""
+        """Whether the median learner that steps has done its part of the round, or half of the
+        others are in a later one.
+        """
         node, p = self.node, register.index
         mine, due = node.local_steps(register), steps_due(node.config.times, p, register.version)
         if not mine or node.settling or not node.learner_alive:
             return False
-        done = [mine >= due]
+        done, ahead = [mine >= due], [False]
         for member, heartbeat in node.membership.ready(node.now):
             if heartbeat.step_s > 0 and node.cooled_down(member.peer):
                 head = heartbeat.heads[p]
                 same = head.version == register.version and heartbeat.local_steps[p] >= due
-                done.append(head.version > register.version or same)
-        is_due = done.count(False) <= (len(done) - 1) // 2 or mine >= OWN_PACE * due
+                ahead.append(head.version > register.version)
+                done.append(ahead[-1] or same)
+        is_left = any(ahead) and 2 * ahead.count(True) >= len(ahead) - 1
+        is_median = done.count(False) <= (len(done) - 1) // 2
+        is_due = is_left or is_median or mine >= OWN_PACE * due
         if is_due and round_.due_since is None:
             round_.due_since = node.now
         return is_due

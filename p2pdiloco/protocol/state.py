@@ -76,6 +76,9 @@ class NodeConfig:
     contributors_max: int = CONTRIBUTORS_MAX
     gossip: GossipPlan | None = None
     """Without a synchronizer."""
+    blocks: bool = False
+    """Synchronous DiLoCo: learners stand still from their snapshot to the merge, which waits for
+    all of them."""
 
 
 class Condition(Enum):

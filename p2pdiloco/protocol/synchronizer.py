@@ -215,12 +215,14 @@ class Synchronizer:
         if round_.report(peer, report, self.node.now):
             quorum_s = self.node.now - round_.opened
             self.node.clocks.quorum_s.add(quorum_s)
-            round_.grace_until = self.node.now + pacing.grace_s(
-                self.node.config.times,
-                self.node.swarm_step_s(),
-                quorum_s,
-                self.node.clocks.sync_s.value,
-            )
+            round_.grace_until = self._grace_until(round_, quorum_s)
+
+    def _grace_until(self, round_: Round, quorum_s: float) -> float:
+        node = self.node
+        if node.config.blocks:
+            return round_.gather_deadline
+        sync_s, step_s = node.clocks.sync_s.value, node.swarm_step_s()
+        return node.now + pacing.grace_s(node.config.times, step_s, quorum_s, sync_s)
 
     def declined(self, peer: PeerId, message: RoundDeclined) -> None:
         register = self.node.registers[message.round.fragment]

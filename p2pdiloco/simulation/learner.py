@@ -44,6 +44,8 @@ class LearnerModel:
     asked: dict[int, RoundId] = field(default_factory=dict)
     ending: dict[int, actions.CutRound | actions.FinishRound] = field(default_factory=dict)
     """Rounds of gossip to be ended at the next boundary, by fragment."""
+    held_for: set[int] = field(default_factory=set)
+    """Fragments whose snapshot it will stand still after."""
     cut: set[int] = field(default_factory=set)
     """Fragments whose round was cut: it stands still until they go on."""
     steps_total: int = 0
@@ -59,7 +61,8 @@ class LearnerModel:
         self.alive, self.stepping, self.life = True, False, self.life + 1
         self.held = [None] * self.num_fragments
         self.steps = [0] * self.num_fragments
-        self.waiting, self.asked, self.ending, self.cut = {}, {}, {}, set()
+        self.waiting, self.asked, self.ending = {}, {}, {}
+        self.held_for, self.cut = set(), set()
 
     def stop(self) -> None:
         self.alive, self.stepping, self.resume = False, False, None
@@ -137,9 +140,13 @@ class Training:
             self._soon(machine, HANDOVER_S, lambda: self._first_boundary(machine))
         self.cut_short(machine)
 
-    def ask(self, machine: Machine, round_id: RoundId) -> None:
+    def ask(self, machine: Machine, round_id: RoundId, hold: bool) -> None:
         """Wants a snapshot for a round."""
         machine.learner.asked[round_id.fragment] = round_id
+        if hold:
+            machine.learner.held_for.add(round_id.fragment)
+        if machine.learner.cut:
+            self._soon(machine, HANDOVER_S, lambda: self._first_boundary(machine))
         self.cut_short(machine)
 
     def cut_short(self, machine: Machine) -> None:
@@ -216,6 +223,9 @@ class Training:
             reason = f"the learner is at v{held.version}"
             world.handle(machine, events.ContributionFailed(round_id, reason))
             return
+        if fragment in learner.held_for:
+            learner.held_for.discard(fragment)
+            learner.cut.add(fragment)
         steps = learner.steps[fragment]
         tokens = steps * learner.tokens_per_step
         encode_s = ENCODE_S * machine.slowdown

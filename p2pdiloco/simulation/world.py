@@ -75,6 +75,8 @@ class Swarm:
     """From one look for other machines to the next."""
     gossip: GossipPlan | None = None
     """Without a synchronizer."""
+    blocks: bool = False
+    """Synchronous DiLoCo."""
 
     @property
     def times(self) -> SyncTimes:
@@ -267,6 +269,7 @@ class World:
             times=self.swarm.times,
             term_merges=self.swarm.term_merges,
             gossip=self.swarm.gossip,
+            blocks=self.swarm.blocks,
         )
 
     def _discover(self, machine: Machine, life: int) -> None:
@@ -393,8 +396,8 @@ class World:
                 self.send(machine, peer, message)
             case actions.Note(text):
                 self.tell(machine.name, text)
-            case actions.PrepareContribution(round_id):
-                self.training.ask(machine, round_id)
+            case actions.PrepareContribution(round_id, hold):
+                self.training.ask(machine, round_id, hold)
             case actions.DropContribution(fragment):
                 machine.shelf.pop(fragment, None)
                 machine.learner.asked.pop(fragment, None)

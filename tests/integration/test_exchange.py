@@ -16,6 +16,7 @@ import pytest
 from yarl import URL
 
 from p2pdiloco.errors import PeerError, UserError
+from p2pdiloco.learn.predictions import PREDICTIONS_BYTES
 from p2pdiloco.protocol.uplink import Uplink
 from p2pdiloco.spec import (
     GenesisSpec,
@@ -42,6 +43,7 @@ from p2pdiloco_bootstrap.serving import (
 from p2pdiloco_bootstrap.shelf import (
     MESSAGE_BYTES_MAX,
     Contribution,
+    MixVector,
     RecordsPage,
     exchange_application,
     merge_path,
@@ -93,6 +95,18 @@ class FakeShelf:
         return Contribution(7, 3584, payload) if fragment == 0 else None
 
 
+class FakeGossip:
+    """Tells who asked for what; of fragment 1 nothing is kept."""
+
+    async def vector_for(
+        self, peer: str, part: str, fragment: int, round_: int, held: int | None
+    ) -> MixVector | None:
+        return MixVector(held, f"{peer} {part} {round_}".encode()) if fragment == 0 else None
+
+    def predictions(self) -> bytes | None:
+        return bytes(PREDICTIONS_BYTES)
+
+
 class Node:
     """A host that serves a fake shelf and keeps its messages."""
 
@@ -111,7 +125,11 @@ class Node:
 
     def application(self) -> aiohttp.web.Application:
         return exchange_application(
-            self.shelf, self.traffic, self.on_message, lambda peer: peer not in self.banned
+            self.shelf,
+            self.traffic,
+            self.on_message,
+            lambda peer: peer not in self.banned,
+            FakeGossip(),
         )
 
     def on_message(self, peer: str, body: bytes) -> bool:
@@ -249,6 +267,19 @@ def test_records_and_contributions_come_with_their_numbers(swarm: Swarm, nodes: 
         swarm.run(a.exchange.pull_contribution(b.peer, 1, 3, 1, 2, 1000))
     with pytest.raises(PeerError, match=r"announces \d+ bytes .* at most 10 fit"):
         swarm.run(a.exchange.pull_contribution(b.peer, 0, 3, 1, 2, 10))
+
+
+def test_partners_in_gossip_get_vectors_and_predictions(swarm: Swarm, nodes: list[Node]) -> None:
+    a, b, *_ = nodes
+    whole = swarm.run(a.exchange.pull_vector(b.peer, "start", 0, 7, None, 1000))
+    assert whole == MixVector(None, f"{a.peer} start 7".encode())
+    difference = swarm.run(a.exchange.pull_vector(b.peer, "outer", 0, 7, 6, 1000))
+    assert difference == MixVector(6, f"{a.peer} outer 7".encode())
+    with pytest.raises(Refused, match="404 not kept here"):
+        swarm.run(a.exchange.pull_vector(b.peer, "start", 1, 7, None, 1000))
+    with pytest.raises(PeerError, match=r"announces \d+ bytes .* at most 10 fit"):
+        swarm.run(a.exchange.pull_vector(b.peer, "start", 0, 7, None, 10))
+    assert swarm.run(a.exchange.predictions(b.peer)) == bytes(PREDICTIONS_BYTES)
 
 
 def test_a_fetch_takes_from_all_donors(swarm: Swarm, nodes: list[Node]) -> None:

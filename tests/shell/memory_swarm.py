@@ -17,14 +17,16 @@ from virtual_clock import CountedExecutor, run_virtual
 
 from p2pdiloco.errors import PeerError
 from p2pdiloco.optim.fragments import plan_fragments
+from p2pdiloco.optim.mixing import Continuation
 from p2pdiloco.protocol import events
 from p2pdiloco.protocol.naming import PeerId
 from p2pdiloco.protocol.node import Node
 from p2pdiloco.protocol.pacing import SyncTimes
 from p2pdiloco.protocol.state import NodeConfig
+from p2pdiloco.protocol.topology import GossipPlan
 from p2pdiloco.simulation.machine import KeyedSigner
 from p2pdiloco_bootstrap.serving import Body, FilePart
-from p2pdiloco_bootstrap.shelf import Contribution, RecordsPage
+from p2pdiloco_bootstrap.shelf import Contribution, GossipShelf, MixVector, RecordsPage
 from p2pdiloco_daemon import learner as learners
 from p2pdiloco_daemon.exchange import (
     CHUNKS_IN_FLIGHT_MAX,
@@ -35,6 +37,7 @@ from p2pdiloco_daemon.exchange import (
     Unreachable,
 )
 from p2pdiloco_daemon.holdings import Holdings
+from p2pdiloco_daemon.mixing import Mixing, MixSettings
 from p2pdiloco_daemon.node import NodeShell
 from p2pdiloco_daemon.replica import FragmentState, Replica, Vector, genesis, pack_state
 from p2pdiloco_daemon.shelf import NodeShelf
@@ -105,6 +108,9 @@ class Network:
 
     shelves: dict[str, Donates] = field(default_factory=dict)
     inboxes: dict[str, TakeMessage] = field(default_factory=dict)
+    gossip: dict[str, GossipShelf] = field(default_factory=dict)
+    mixed: Counter[str] = field(default_factory=Counter)
+    """Vectors that each peer has received of partners."""
     hung: set[str] = field(default_factory=set)
     latency_s: float = 0.02
     state_chunk_s: dict[str, float] = field(default_factory=dict)
@@ -162,6 +168,18 @@ class MemoryExchange(Exchange):
             raise PeerError(f"{peer} announces {len(found.payload)} bytes")
         return found
 
+    async def pull_vector(
+        self, peer: str, part: str, fragment: int, round_: int, held: int | None, max_bytes: int
+    ) -> MixVector:
+        await self._network.reach(self._me, peer)
+        found = await self._network.gossip[peer].vector_for(self._me, part, fragment, round_, held)
+        if found is None:
+            raise Refused(peer, 404, "not kept here")
+        if len(found.payload) > max_bytes:
+            raise PeerError(f"{peer} announces {len(found.payload)} bytes")
+        self._network.mixed[self._me] += 1
+        return found
+
     async def fetch_chunk(
         self,
         donor: str,
@@ -205,6 +223,10 @@ class FakeLearner:
     arrivals: dict[int, tuple[int, Vector]] = field(default_factory=dict)
     asked: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Fragment -> (request id, base version)."""
+    held: set[int] = field(default_factory=set)
+    """Fragments for which it stands still once their snapshot was taken."""
+    endings: dict[int, tuple[int, Vector, float]] = field(default_factory=dict)
+    """Fragment -> (version, base, share) to go on from."""
     num_requests: int = 0
     paused: bool = False
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(1))
@@ -212,25 +234,36 @@ class FakeLearner:
     def install(self, fragment: int, version: int, values: Vector) -> None:
         self.arrivals[fragment] = (version, values)
 
-    def snapshot(self, fragment: int, base_version: int) -> int:
+    def snapshot(self, fragment: int, base_version: int, *, hold: bool = False) -> int:
         self.num_requests += 1
         self.asked[fragment] = (self.num_requests, base_version)
+        if hold:
+            self.held.add(fragment)
         return self.num_requests
+
+    def end_round(self, fragment: int, version: int, base: Vector, share: float) -> bool:
+        self.endings[fragment] = (version, base, share)
+        return True
 
     async def run(self) -> None:
         self.on_event(learners.Ready(1, "cpu", 0))
         while True:
             await asyncio.sleep(self.step_s)
             self._boundary()
-            if len(self.values) == len(FRAGMENTS) and not self.paused:
+            stands = any(p in self.held and p not in self.asked for p in self.values)
+            if len(self.values) == len(FRAGMENTS) and not (self.paused or stands):
                 self._step()
 
     def _boundary(self) -> None:
         for p, (version, values) in self.arrivals.items():
             steps = self.steps.get(p, 0)
             self.values[p], self.versions[p], self.steps[p] = values.copy(), version, 0
+            self.held.discard(p)
             self.on_event(learners.Installed(p, version, steps, steps * TOKENS_PER_STEP))
         self.arrivals = {}
+        for p, ending in list(self.endings.items()):
+            if self.steps[p]:
+                self._go_on(p, *ending)
         for p, (request_id, base) in list(self.asked.items()):
             if self.versions.get(p, -1) > base:
                 del self.asked[p]
@@ -240,6 +273,14 @@ class FakeLearner:
                 taken = self.steps[p], self.steps[p] * TOKENS_PER_STEP
                 values = self.values[p].copy()
                 self.on_event(learners.Snapshot(request_id, p, base, *taken, values))
+
+    def _go_on(self, p: int, version: int, base: Vector, share: float) -> None:
+        del self.endings[p]
+        local, steps = self.values[p], self.steps[p]
+        self.values[p] = Continuation(base, share).start(local)
+        self.versions[p], self.steps[p] = version, 0
+        tokens = steps * TOKENS_PER_STEP
+        self.on_event(learners.RoundLeft(p, version, steps, tokens, local))
 
     def _step(self) -> None:
         for p, values in self.values.items():
@@ -290,22 +331,29 @@ class Living:
 
 
 def new_node(
-    holdings: Holdings, now: float, me: PeerId = A, kind: type[Node] = Node, term_merges: int = 2
+    holdings: Holdings,
+    now: float,
+    me: PeerId = A,
+    kind: type[Node] = Node,
+    term_merges: int = 2,
+    gossip: GossipPlan | None = None,
 ) -> Node:
     """The core, with what is on disk."""
     signer = KeyedSigner(me)
-    chains = holdings.resume(RUN, [state.digest for state in GENESIS], signer)
+    digests = [state.digest for state in GENESIS]
+    chains = holdings.resume(RUN, digests, signer, unvouched=gossip is not None)
     saved = holdings.load_json("node") or {}
     config = NodeConfig(
         run_id=RUN,
         me=me,
         name=me,
         incarnation=int(saved.get("incarnation", 0)) + 1,
-        genesis_digests=tuple(state.digest for state in GENESIS),
+        genesis_digests=tuple(digests),
         genesis_donors=(BOOT,),
         times=TIMES,
         term_merges=term_merges,
         pacing=PACING,
+        gossip=gossip,
     )
     node = kind(config, signer, random.Random(me), now, chains, saved.get("core"))
     holdings.store.save_json("node", saved_state(node))
@@ -329,15 +377,22 @@ async def open_holdings(directory: Path) -> AsyncIterator[Holdings]:
 
 @asynccontextmanager
 async def open_node(
-    network: Network, directory: Path, me: PeerId = A, kind: type[Node] = Node
+    network: Network,
+    directory: Path,
+    me: PeerId = A,
+    kind: type[Node] = Node,
+    gossip: GossipPlan | None = None,
 ) -> AsyncIterator[Living]:
     """A node whose owner runs; its learner is not started yet."""
     async with AsyncExitStack() as stack:
         holdings = await stack.enter_async_context(open_holdings(directory))
         now = asyncio.get_running_loop().time()
-        node = await holdings.disk.run(lambda: new_node(holdings, now, me, kind))
+        node = await holdings.disk.run(lambda: new_node(holdings, now, me, kind, gossip=gossip))
         async with asyncio.TaskGroup() as tasks:
-            shell = NodeShell(node, holdings, MemoryExchange(me, network), tasks)
+            mixing = _mixing(holdings, me) if gossip else None
+            shell = NodeShell(node, holdings, MemoryExchange(me, network), tasks, mixing)
+            if shell.gossip:
+                network.gossip[me] = shell.gossip
             network.shelves[me] = NodeShelf(b"", node, holdings)
             network.inboxes[me] = shell.take_message
             owner = tasks.create_task(shell.run(), name="owner")
@@ -348,9 +403,28 @@ async def open_node(
                 owner.cancel()
 
 
-async def live(network: Network, directory: Path, me: PeerId, nodes: dict[PeerId, Living]) -> None:
+def _mixing(holdings: Holdings, me: PeerId) -> Mixing:
+    settings = MixSettings(
+        me=me,
+        learning_rate=0.7,
+        momentum=0.3,
+        start_wire="int8",
+        outer_wire="float32",
+        merge_rule="mean",
+        partners_return=True,
+    )
+    return Mixing(holdings, settings)
+
+
+async def live(
+    network: Network,
+    directory: Path,
+    me: PeerId,
+    nodes: dict[PeerId, Living],
+    gossip: GossipPlan | None = None,
+) -> None:
     """A whole node, until it is cancelled, which is its `kill -9`."""
-    async with open_node(network, directory, me) as living:
+    async with open_node(network, directory, me, gossip=gossip) as living:
         nodes[me] = living
         living.start_learner()
         living.tasks.create_task(_keep_house(living), name="housekeeping")
@@ -367,15 +441,16 @@ async def _keep_house(living: Living) -> None:
 class Swarm:
     """Nodes by name; each has a directory, which survives it."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, gossip: GossipPlan | None = None) -> None:
         self.network = Network()
+        self._gossip = gossip
         self.nodes: dict[PeerId, Living] = {}
         self._directory = directory
         self._lives: dict[PeerId, asyncio.Task[None]] = {}
 
     def start(self, *peers: PeerId) -> None:
         for me in peers:
-            life = live(self.network, self._directory / me, me, self.nodes)
+            life = live(self.network, self._directory / me, me, self.nodes, self._gossip)
             self._lives[me] = asyncio.create_task(life, name=me)
 
     async def kill(self, *peers: PeerId) -> None:
@@ -407,9 +482,9 @@ class Swarm:
 SwarmScenario = Callable[[Swarm], Coroutine[None, None, None]]
 
 
-def play_swarm(directory: Path, scenario: SwarmScenario) -> None:
+def play_swarm(directory: Path, scenario: SwarmScenario, gossip: GossipPlan | None = None) -> None:
     async def main() -> None:
-        swarm = Swarm(directory)
+        swarm = Swarm(directory, gossip)
         try:
             await scenario(swarm)
         finally:

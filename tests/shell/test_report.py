@@ -20,6 +20,7 @@ from memory_swarm import (
 )
 from virtual_clock import run_virtual
 
+from p2pdiloco.protocol.topology import PAIRS, GossipPlan
 from p2pdiloco.spec import RunSpec
 from p2pdiloco_bootstrap.serving import Traffic
 from p2pdiloco_daemon import learner as learners
@@ -77,6 +78,20 @@ def test_a_node_that_trains_says_with_whom(tmp_path: Path) -> None:
         assert report_of(swarm.nodes[A]).status().state is view.NodeState.TRAINING
 
     play_swarm(tmp_path, scenario)
+
+
+def test_a_node_that_gossips_says_so_and_how_far_apart_it_is(tmp_path: Path) -> None:
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start(A, B)
+        await swarm.train(60)
+        status = report_of(swarm.nodes[A]).status()
+        assert status.sentence.startswith("Training with 1 other node, without a synchronizer;")
+        assert status.synchronizer is None
+        assert not any(member.is_synchronizer for member in status.members)
+        assert status.disagreement and 0 < (status.disagreement.parameters_share or 0) < 0.1
+        assert {r.outcome for r in status.rounds} == {"mixed"}
+
+    play_swarm(tmp_path, scenario, GossipPlan(mix1=PAIRS, mix2=None, seed="test"))
 
 
 def test_a_dead_bootstrap_peer_worries_nobody_who_trains(tmp_path: Path) -> None:

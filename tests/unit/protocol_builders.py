@@ -15,6 +15,7 @@ from p2pdiloco.protocol.naming import PeerId, RoundId
 from p2pdiloco.protocol.node import Node
 from p2pdiloco.protocol.pacing import SyncTimes
 from p2pdiloco.protocol.state import NodeConfig
+from p2pdiloco.protocol.topology import GossipPlan
 from p2pdiloco.protocol.wire import (
     PROTOCOL_VERSION,
     Committed,
@@ -134,6 +135,8 @@ def make_node(
     saved: dict[str, Any] | None = None,
     term_merges: int = 4,
     pacing: str = "fixed",
+    gossip: GossipPlan | None = None,
+    blocks: bool = False,
     **times: Any,
 ) -> Node:
     config = NodeConfig(
@@ -146,6 +149,8 @@ def make_node(
         times=replace(TIMES, **times),
         term_merges=term_merges,
         pacing=pacing,
+        gossip=gossip,
+        blocks=blocks,
     )
     return Node(config, FakeSigner(me), random.Random(1), 0.0, chains, saved)
 

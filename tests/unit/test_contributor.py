@@ -64,6 +64,11 @@ def turns(script: Script, attempt: int) -> PeerId:
 # -------------------------------------------------------------------- offers
 
 
+def test_in_synchronous_diloco_the_learner_stands_still_after_its_snapshot() -> None:
+    script = training(B, blocks=True)
+    assert script.hear(B, FIRST) == [PrepareContribution(ROUND, hold=True)]
+
+
 def test_a_member_answers_an_open_round_with_its_outer_gradient() -> None:
     script = training(B)
     assert script.hear(B, FIRST) == [PrepareContribution(ROUND)]

@@ -16,8 +16,9 @@ from p2pdiloco_daemon.demo.evaluation import Findings
 from p2pdiloco_daemon.demo.polling import StatusReader
 from p2pdiloco_daemon.demo.processes import NodeProcess
 from p2pdiloco_daemon.demo.supervisor import StopRequests
-from p2pdiloco_daemon.demo.verdict import NodeOutcome, all_is_well, result
+from p2pdiloco_daemon.demo.verdict import APART_MAX, NodeOutcome, all_is_well, result
 from p2pdiloco_daemon.status.view import (
+    Disagreement,
     Fragment,
     FragmentSync,
     JsonObject,
@@ -62,13 +63,14 @@ STATUS = Status(
 )
 
 
-def findings(*digests: str) -> Findings:
+def findings(*digests: str, disagreement: float = 0.0) -> Findings:
     return Findings(
         loss_before=5.5,
         loss_after=1.4,
         sample="And it came to pass",
         checkpoint="/somewhere",
         state_digests={f"node-{i}": [digest] for i, digest in enumerate(digests, 1)},
+        disagreement=disagreement,
         tokens_in_records=20,
     )
 
@@ -107,6 +109,13 @@ def test_nodes_that_differ_are_not_well() -> None:
     told = result(findings("a", "b"), [outcome("node-1"), outcome("node-2")])
     assert told["anchors_identical"] is False
     assert not all_is_well(told)
+
+
+def test_nodes_that_gossip_may_differ_but_not_go_different_ways() -> None:
+    gossips = dataclasses.replace(STATUS, disagreement=Disagreement(parameters=1.0))
+    nodes = [outcome("node-1", gossips), outcome("node-2", gossips)]
+    assert all_is_well(result(findings("a", "b", disagreement=0.02), nodes))
+    assert not all_is_well(result(findings("a", "b", disagreement=APART_MAX + 0.1), nodes))
 
 
 def test_a_ledger_that_misses_one_token_is_not_well() -> None:

@@ -17,6 +17,7 @@ from p2pdiloco_daemon.learner_channel import (
     ChannelError,
     CheckpointFailed,
     Command,
+    EndRound,
     Evaluate,
     Evaluated,
     Install,
@@ -24,6 +25,7 @@ from p2pdiloco_daemon.learner_channel import (
     Message,
     MessageReader,
     ReleaseSnapshot,
+    RoundEnded,
     Sample,
     Sampled,
     SampleFailed,
@@ -86,6 +88,9 @@ class FakeTrainer:
 class FakeJudge:
     def held_out_loss(self) -> float:
         return 1.25
+
+    def predictions(self) -> bytes:
+        return b"predicted"
 
     def sample(self, prompt: str, num_tokens: int, temperature: float, seed: int) -> str:
         return f"{prompt} and {num_tokens} more"
@@ -232,6 +237,36 @@ def test_a_snapshot_is_not_overwritten_before_it_was_read(scene: Scene) -> None:
     assert [(message.request_id, message.steps) for message in taken] == [(1, 1), (2, 4)]
 
 
+def test_a_round_is_left_for_the_next_start_without_a_wait(scene: Scene) -> None:
+    scene.memory.incoming[0][:] = 100
+    ending = EndRound(fragment=0, version=1, serial=2, share=0.5)
+    heard = scene.run({0: BOTH, 2: [ending], 3: [ReleaseSnapshot(0), Stop()]})
+    left = RoundEnded(0, 1, steps=2, tokens=2 * STEP_TOKENS)
+    assert left in heard
+    assert scene.memory.outgoing[0].tolist() == [102.0] * 3
+    assert scene.trainer.values[0].tolist() == [100 + 51 + 1.0] * 3
+    assert scene.trainer.num_steps == 3
+
+
+def test_a_round_ends_after_a_first_step_and_once_its_vector_is_free(scene: Scene) -> None:
+    script: dict[int, list[Command]] = {
+        0: list(BOTH),
+        1: [TakeSnapshot(1, 0, 0, 1)],
+        2: [EndRound(0, 1, 2, 0.5), EndRound(1, 1, 2, 0.5)],
+        4: [ReleaseSnapshot(0), ReleaseSnapshot(1)],
+        5: [EndRound(1, 2, 3, 0.5), Stop()],
+    }
+    ended = [message for message in scene.run(script) if isinstance(message, RoundEnded)]
+    assert [(m.fragment, m.version, m.steps) for m in ended] == [(1, 1, 2), (0, 1, 4), (1, 2, 3)]
+
+
+def test_held_it_stands_still_until_the_fragment_is_installed(scene: Scene) -> None:
+    asked = TakeSnapshot(1, 0, 0, 1, hold=True)
+    heard = scene.run({0: BOTH, 1: [asked, ReleaseSnapshot(0), Install(1, 1, 2), Stop()]})
+    assert scene.trainer.num_steps == 1
+    assert heard[-1] == Installed(1, 1, 1, STEP_TOKENS) or isinstance(heard[-1], SnapshotTaken)
+
+
 def test_paused_it_serves_but_does_not_step(scene: Scene) -> None:
     paused: list[Command] = [SetPaused(True), Install(0, 1, 2), Evaluate(), Stop()]
     heard = scene.run({0: BOTH, 1: paused})
@@ -244,6 +279,7 @@ def test_samples_and_evaluations_are_answered_between_steps(scene: Scene) -> Non
     answers = without_steps(heard)[2:]
     assert isinstance(answers[0], Evaluated)
     assert (answers[0].loss, answers[0].step) == (1.25, 1)
+    assert answers[0].predictions == b"predicted"
     assert answers[1:] == [Sampled(3, "In and 5 more")]
 
 

@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import numpy.typing as npt
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from p2pdiloco.optim.fragments import Fragment, TensorSlot
 from p2pdiloco.optim.merge import norm
@@ -13,6 +15,7 @@ from p2pdiloco.optim.mixing import (
     GLOBAL_M1,
     GLOBAL_M1_LOCAL_M2,
     PAIRWISE,
+    Continuation,
     Exchanged,
     Factors,
     WorkerState,
@@ -216,3 +219,23 @@ def test_pairs_differ_between_the_two_mixes() -> None:
     members = [PeerId(f"peer{i}") for i in range(16)]
     rows = [[PAIRS(me, members, 0, mix) for me in members] for mix in ("mix1", "mix2")]
     assert rows[0] != rows[1]
+
+
+# -------------------------------------------------------------------- going on without a wait
+
+
+@given(st.integers(0, 2**32), st.sampled_from([(1.0, 0.0), (0.5, 0.3), (0.7, 0.9)]))
+@settings(max_examples=30)
+def test_a_learner_can_go_on_from_the_next_start_by_itself(
+    seed: int, outer: tuple[float, float]
+) -> None:
+    """The affine form gives what the outer step gives, to float32 rounding."""
+    rng = np.random.default_rng(seed)
+    start, momentum, mixed, local = (rng.normal(0, 1, 50).astype(np.float32) for _ in range(4))
+    state = WorkerState(start, momentum)
+    expected = finish_round(state, mixed, start - local, *outer)
+    continuation = Continuation.of(state, mixed, *outer)
+    got = continuation.finish(state, local, outer[1])
+    np.testing.assert_allclose(got.start, expected.start, atol=1e-5)
+    np.testing.assert_array_equal(got.momentum, expected.momentum)
+    np.testing.assert_array_equal(got.start, continuation.start(local))

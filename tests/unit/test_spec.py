@@ -4,6 +4,7 @@ import hashlib
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from p2pdiloco.errors import PeerError, UserError
 from p2pdiloco.spec import (
@@ -11,6 +12,7 @@ from p2pdiloco.spec import (
     GenesisSpec,
     RunSpec,
     SignedSpec,
+    SyncSpec,
     TensorLayout,
     bytes_to_sign,
     canonical_bytes,
@@ -53,6 +55,17 @@ def refusal(text: str) -> str:
     with pytest.raises(UserError) as caught:
         parse_spec(text, "run.toml")
     return str(caught.value)
+
+
+def test_diloco_merges_the_whole_model_at_once() -> None:
+    assert SyncSpec(strategy="diloco", num_fragments=1).strategy == "diloco"
+    with pytest.raises(ValidationError, match="num_fragments must be 1 for diloco"):
+        SyncSpec(strategy="diloco")
+
+
+def test_only_quorum_can_be_paced() -> None:
+    with pytest.raises(ValidationError, match="pacing must be fixed for gossip"):
+        SyncSpec(strategy="gossip", pacing="calibrated", slack_steps=4)
 
 
 def test_a_name_is_enough() -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from p2pdiloco.errors import UserError
-from p2pdiloco.spec import RunSpec
+from p2pdiloco.spec import RunSpec, SyncSpec
 from p2pdiloco_daemon.cli.directories import data_directory
 from p2pdiloco_daemon.cli.new import write_draft
 from p2pdiloco_daemon.cli.ports import STATUS_PORT, port_number, require_free
@@ -20,6 +20,13 @@ from p2pdiloco_daemon.status.view import JsonObject
 
 NODES_MAX = 16
 """More training processes than that on one machine show nothing but a slow machine."""
+
+_SYNC: dict[str, dict[str, object]] = {
+    "quorum": {"strategy": "quorum"},
+    "gossip": {"strategy": "gossip"},
+    "diloco": {"strategy": "diloco", "num_fragments": 1},
+}
+"""What a demo of each strategy begins with."""
 
 _SPEC_FILE = "run.toml"
 
@@ -62,6 +69,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="port of the first node's status page, the others follow (default: %(default)s)",
     )
     parser.add_argument(
+        "--strategy",
+        choices=sorted(_SYNC),
+        help="how the nodes of a new demo train together (default: quorum)",
+    )
+    parser.add_argument(
         "--json", action="store_true", help="print the outcome as one JSON object on the last line"
     )
     parser.set_defaults(run=run)
@@ -70,7 +82,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(arguments: argparse.Namespace) -> int:
     for port in range(arguments.port, arguments.port + arguments.nodes):
         require_free("127.0.0.1", port, "--port")
-    places = _make_places(arguments.dir)
+    places = _make_places(arguments.dir, arguments.strategy)
     options = DemoOptions(
         spec_file=places.work / _SPEC_FILE,
         directory=places.work,
@@ -115,12 +127,14 @@ def report(outcome: JsonObject) -> list[str]:
 
 def _anchors(outcome: JsonObject) -> str:
     living = sum(node["end"] is None for node in outcome["nodes"])
+    if outcome["gossips"]:
+        return f"{outcome['disagreement']:.2%} apart on {living} living nodes, which gossip"
     if outcome["anchors_identical"]:
         return f"identical to the last bit on all {living} living nodes, momenta too"
     return "DIFFER between the nodes; --json lists their digests"
 
 
-def _make_places(directory: Path | None) -> _Places:
+def _make_places(directory: Path | None, strategy: str | None) -> _Places:
     """Makes the directories; with a new spec where there is none yet."""
     try:
         if directory is None:
@@ -142,8 +156,11 @@ def _make_places(directory: Path | None) -> _Places:
         raise UserError(
             f"{error.filename}: cannot be used for the demo ({error.strerror}); name another --dir"
         ) from error
+    if continues and strategy:
+        raise UserError(f"{places.work} holds a demo already; --strategy is for a new one")
     if not continues:
-        write_draft(places.work / _SPEC_FILE, RunSpec(name="demo"))
+        sync = SyncSpec() if strategy is None else SyncSpec.model_validate(_SYNC[strategy])
+        write_draft(places.work / _SPEC_FILE, RunSpec(name="demo", sync=sync))
     return places
 
 

@@ -11,14 +11,16 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from p2pdiloco.optim.fragments import fragments_of
+from p2pdiloco.optim.merge import norm
 from p2pdiloco.protocol.lineage import unpack_record
 from p2pdiloco.spec import ModelSpec, RunSpec
 from p2pdiloco_daemon.bound import bound_command
 from p2pdiloco_daemon.genesis import genesis_path, read_signed_spec
-from p2pdiloco_daemon.replica import Vector, unpack_state
+from p2pdiloco_daemon.replica import FragmentState, Vector, unpack_state
 from p2pdiloco_daemon.store import Store
 
 _PROMPT = "In the beginning "
@@ -50,6 +52,8 @@ class Findings(BaseModel):
     checkpoint: str
     state_digests: dict[str, list[str]]
     """Per node, of anchor and momentum of each fragment, computed anew from their values."""
+    disagreement: float
+    """Of the nodes' anchors: mean distance of two, as a share of their length; 0 for replicas."""
     tokens_in_records: int
     """Merged, by the first node's records: what all contributors' ledgers must sum to."""
 
@@ -98,8 +102,17 @@ def examine(request: Request) -> Findings:
         sample=_PROMPT + continued,
         checkpoint=str(request.checkpoint),
         state_digests={name: [state.digest for state in found] for name, found in states.items()},
+        disagreement=_disagreement(list(states.values())),
         tokens_in_records=_tokens_in_records(next(iter(request.nodes.values())), len(fragments)),
     )
+
+
+def _disagreement(nodes: Sequence[Sequence[FragmentState]]) -> float:
+    from p2pdiloco.learn.disagreement import parameter_disagreement
+
+    vectors = [np.concatenate([state.anchor for state in states]) for states in nodes]
+    length = norm(vectors[0])
+    return parameter_disagreement(vectors) / length if length else 0.0
 
 
 def _tokens_in_records(directory: Path, num_fragments: int) -> int:

@@ -23,6 +23,12 @@ class NodeOutcome:
     """Whether all living nodes came to rest before they were stopped."""
 
 
+APART_MAX = 0.5
+"""Nodes that gossip differ by design: by this share of the length of their parameters at most, or
+they have gone different ways.
+"""
+
+
 def result(findings: Findings, nodes: Sequence[NodeOutcome]) -> JsonObject:
     """The demo's JSON object."""
     tokens = add_ledgers(nodes)
@@ -35,6 +41,8 @@ def result(findings: Findings, nodes: Sequence[NodeOutcome]) -> JsonObject:
         "loss_before": findings.loss_before,
         "loss_after": findings.loss_after,
         "anchors_identical": anchors_identical(findings.state_digests),
+        "gossips": any(node.status["disagreement"] is not None for node in nodes),
+        "disagreement": findings.disagreement,
         "merges": max(_lineage_length(node.status) for node in nodes),
         "first_merge_s": min(first_merges, default=None),
         "stall_share": max(float(node.status["learner"]["stall_share"]) for node in nodes),
@@ -54,7 +62,8 @@ def all_is_well(outcome: JsonObject) -> bool:
     """What exit code 0 promises."""
     return bool(
         outcome["merges"] > 0
-        and outcome["anchors_identical"]
+        and (outcome["gossips"] or outcome["anchors_identical"])
+        and outcome["disagreement"] <= APART_MAX
         and outcome["ledger_adds_up"]
         and any(node["end"] is None for node in outcome["nodes"])
     )

@@ -308,6 +308,19 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Disagreement:
+    """How far this node and those that it mixes with are apart, in a run that gossips."""
+
+    outputs: float | None = None
+    """Jensen-Shannon distance of what the learners predict on a fixed probe, 0..1, mean over the
+    partners that were asked last; it foretells spikes of the loss."""
+    parameters: float | None = None
+    """Euclidean distance of the parameters when they were last mixed, before it."""
+    parameters_share: float | None = None
+    """The same, as a share of the length of all parameters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
     """One line of what happened, for people."""
 
@@ -340,6 +353,8 @@ class Status:
     term: int = 0
     attempt: int = 0
     synchronizer: Synchronizer | None = None
+    disagreement: Disagreement | None = None
+    """None in a run with synchronizers, where all replicas are the same to the last bit."""
     rounds: Sequence[Round] = ()
     """Newest first."""
     pacing: Pacing | None = None

@@ -164,10 +164,19 @@ function drawFigures(status) {
     ["Tokens per second", count(learner.tokens_per_s), learner.step_s === null ? "" : `${span(learner.step_s)} per step`],
     ["Merges", count(status.merges_total), status.first_merge_s === null ? "none yet" : `first after ${span(status.first_merge_s)}`],
     ["Learners here", count(learnersHere(status)), lead ? `synchronizer: ${lead}` : "no synchronizer"],
+    ...apartFigures(status.disagreement),
     ["Running for", span(status.uptime_s), `step ${whole.format(learner.step)}`],
   ];
   fill(byId("figures"), figures.map(([term, value, note]) => (
     el("div", "", el("dt", "", term), el("dd", "", value), el("dd", "note", note)))));
+}
+
+/** How far the nodes that mix are apart; nothing in a run with synchronizers. */
+function apartFigures(apart) {
+  if (!apart) return [];
+  const parameters = apart.parameters_share === null
+    ? "not mixed yet" : `parameters differ by ${share(apart.parameters_share, 1)}`;
+  return [["Disagreement", decimals(apart.outputs, 3), parameters]];
 }
 
 function learnersHere(status) {
@@ -245,7 +254,7 @@ function drawRounds(status) {
     const who = round.contributors.map(name).join(", ") || "nobody";
     return el("li", "",
       el("div", "line",
-        el("span", `tag ${round.outcome === "merged" ? "good" : "warn"}`, round.outcome),
+        el("span", `tag ${["merged", "mixed"].includes(round.outcome) ? "good" : "warn"}`, round.outcome),
         el("b", "", `Fragment ${round.fragment}, v${round.version}`),
         el("span", "soft", ago(round.seconds_ago))),
       el("div", "", round.reason),

@@ -1,0 +1,124 @@
+"""Real shells gossip in virtual time: no synchronizer, nobody waits, nobody drifts away."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from memory_swarm import BOOT, FRAGMENTS, TARGET, A, B, C, Swarm, play_swarm, rot
+
+from p2pdiloco.protocol.topology import PAIRS, GossipPlan, everybody, hypercube
+
+MINUTE = 60.0
+
+
+def plan(mix1: str = "hypercube", *, blocks: bool = False) -> GossipPlan:
+    named = {"hypercube": hypercube, "everybody": everybody, "pairs": PAIRS}[mix1]
+    return GossipPlan(mix1=named, mix2=PAIRS if blocks else None, seed="test")  # type: ignore[arg-type]
+
+
+def anchors(swarm: Swarm) -> list[np.ndarray]:
+    states = [[n.holdings.replica.state(f.index) for f in FRAGMENTS] for n in swarm.nodes.values()]
+    return [np.concatenate([state.anchor for state in each if state]) for each in states]
+
+
+def apart(swarm: Swarm) -> float:
+    """The largest distance of any number of two nodes; they begin at 2 from where they go."""
+    return max(float(np.abs(a - b).max()) for a in anchors(swarm) for b in anchors(swarm))
+
+
+def assert_ledgers_add_up(swarm: Swarm) -> None:
+    for living in swarm.nodes.values():
+        totals = living.node.state.ledger.totals()
+        assert totals.adds_up and totals.processed > 0
+
+
+@pytest.mark.parametrize("mix1", ["hypercube", "everybody", "pairs"])
+def test_three_nodes_train_towards_the_same(tmp_path: Path, mix1: str) -> None:
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start(A, B, C)
+        await swarm.train(2 * MINUTE)
+        await swarm.settle()
+        assert min(swarm.versions()) >= 25
+        assert max(living.distance for living in swarm.nodes.values()) < 0.3
+        assert apart(swarm) < 0.2
+        assert sum(swarm.network.mixed.values()) > 100
+        assert_ledgers_add_up(swarm)
+
+    play_swarm(tmp_path, scenario, plan(mix1))
+
+
+def test_no_token_is_overwritten_and_no_learner_waits(tmp_path: Path) -> None:
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start(A, B)
+        await swarm.train(MINUTE)
+        for living in swarm.nodes.values():
+            totals = living.node.state.ledger.totals()
+            assert not totals.lost and not totals.rejected and totals.merged > 0
+            assert living.learner.steps_total > 0.9 * MINUTE / living.learner.step_s - 10
+
+    play_swarm(tmp_path, scenario, plan())
+
+
+def test_a_blocking_mix_brings_nodes_nearer_at_the_price_of_standing_still(
+    tmp_path: Path,
+) -> None:
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start(A, B, C)
+        await swarm.train(MINUTE)
+        steps = [living.learner.steps_total for living in swarm.nodes.values()]
+        await swarm.settle()
+        assert max(steps) < 0.95 * MINUTE / 0.5
+        assert min(swarm.versions()) >= 8
+        blocked = [r.reason for r in swarm.nodes[A].node.state.rounds]
+        assert any("then 1" in reason for reason in blocked), blocked
+        assert_ledgers_add_up(swarm)
+
+    play_swarm(tmp_path, scenario, plan("everybody", blocks=True))
+
+
+def test_a_node_that_is_alone_goes_on_and_is_joined(tmp_path: Path) -> None:
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start(A)
+        await swarm.train(MINUTE)
+        assert min(swarm.versions()) >= 8
+        swarm.network.shelves.pop(BOOT)
+        swarm.start(B)
+        await swarm.train(30)
+        assert min(swarm.nodes[B].versions) >= 12  # it began where the other was
+        assert swarm.network.mixed[A] and swarm.network.mixed[B]
+        assert apart(swarm) < 0.2
+
+    play_swarm(tmp_path, scenario, plan())
+
+
+def test_a_killed_node_comes_back_from_its_directory(tmp_path: Path) -> None:
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start(A, B)
+        await swarm.train(MINUTE)
+        rounds, tokens = swarm.nodes[B].versions, swarm.nodes[B].node.state.ledger.totals()
+        await swarm.kill(B)
+        await swarm.train(20)
+        swarm.start(B)
+        await swarm.train(5)
+        assert min(swarm.nodes[B].versions) >= min(rounds) - 1
+        await swarm.train(30)
+        assert_ledgers_add_up(swarm)
+        later = swarm.nodes[B].node.state.ledger.totals()
+        assert later.merged >= tokens.merged - tokens.merged // 10
+        assert abs(min(swarm.nodes[A].versions) - min(swarm.nodes[B].versions)) <= 1
+
+    play_swarm(tmp_path, scenario, plan())
+
+
+def test_damaged_memory_is_replaced_from_the_own_disk(tmp_path: Path) -> None:
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start(A, B)
+        await swarm.train(MINUTE)
+        rot(swarm.nodes[A].holdings.replica.state(0))
+        await swarm.train(20)
+        register = swarm.nodes[A].node.state.registers[0]
+        assert register.damaged == 1 and not register.distrusted
+        assert abs(float(anchors(swarm)[0].mean()) - TARGET) < 0.3
+        assert_ledgers_add_up(swarm)
+
+    play_swarm(tmp_path, scenario, plan())

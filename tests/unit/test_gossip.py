@@ -1,0 +1,369 @@
+"""The node without a synchronizer: events in, actions out."""
+
+import json
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from protocol_builders import (
+    BOOT,
+    GENESIS,
+    A,
+    B,
+    C,
+    Script,
+    committed,
+    digest,
+    make_node,
+    make_record,
+)
+
+from p2pdiloco.protocol import actions, events
+from p2pdiloco.protocol.actions import CutRound, FetchMix, FinishRound, OpenMix, Send
+from p2pdiloco.protocol.gossip import BLOCKED_MIN_S, LEAP_MAX, PATIENCE_S, Stage
+from p2pdiloco.protocol.lineage import Chain
+from p2pdiloco.protocol.naming import MixId, PeerId
+from p2pdiloco.protocol.node import UNSAVED
+from p2pdiloco.protocol.topology import ALONE, PAIRS, GossipPlan, Row, everybody
+from p2pdiloco.protocol.wire import Head, Link, LinkStage, Mixing, pack, unpack
+
+PLAN = GossipPlan(mix1=everybody, mix2=None, seed="seed")
+BLOCKING = GossipPlan(mix1=everybody, mix2=PAIRS, seed="seed")
+H = 12
+
+
+def heads(version: int) -> tuple[Head, Head]:
+    return tuple(Head(version, digest("state", version, p), 0) for p in (0, 1))  # type: ignore[return-value]
+
+
+def gossiping(*peers: PeerId, plan: GossipPlan = PLAN, version: int = 3) -> Script:
+    """A node in a round of both fragments, among peers that are in it too."""
+    chains = [Chain(version, digest("own", version, p)) for p in (0, 1)]
+    script = Script(make_node(A, chains=chains, gossip=plan))
+    script.do(events.PeersFound(peers), events.LearnerStarted())
+    script.do(*(events.FragmentInstalled(p, version, 0) for p in (0, 1)))
+    script.beat(*peers, heads=heads(version))
+    script.wait(1.0)
+    return script
+
+
+def says(stage: LinkStage, *, round_: int = 3, part: str = "start", weight: float = 0.5) -> Mixing:
+    return Mixing((Link(0, round_, part, stage, weight),))  # type: ignore[arg-type]
+
+
+def told(done: list[actions.Action], part: str = "start") -> list[tuple[PeerId, LinkStage]]:
+    """What was said to partners of fragment 0."""
+    return [
+        (a.peer, link.stage)
+        for a in done
+        if isinstance(a, Send) and isinstance(a.message, Mixing)
+        for link in a.message.links
+        if link.fragment == 0 and link.part == part
+    ]
+
+
+def swap(script: Script, peer: PeerId = B) -> None:
+    """The exchange of starts of fragment 0 succeeds at both ends."""
+    script.hear(peer, says("open"))
+    script.do(events.MixFetched(MixId(0, 3, "start"), peer))
+    script.hear(peer, says("half"))
+
+
+def finish_rounds(script: Script, *done: actions.Action) -> None:
+    """The learner goes on, and the state is held."""
+    for action in done:
+        if isinstance(action, FinishRound):
+            pending = script.node.state.ledger.pending[action.fragment]
+            script.do(
+                events.FragmentInstalled(action.fragment, action.version, pending),
+                events.RoundFinished(
+                    action.fragment, action.version, digest("own", action.version)
+                ),
+            )
+
+
+# -------------------------------------------------------------------- swapping starts
+
+
+def test_a_round_begins_with_an_offer_to_its_partners() -> None:
+    script = gossiping(B)
+    mixes = script.node.gossiper
+    assert mixes and mixes.partners == [B]
+    assert [told(script.wait(1.0))] == [[(B, "open")]]
+
+
+def test_a_start_that_lies_ready_is_fetched_once() -> None:
+    script = gossiping(B)
+    fetch = FetchMix(MixId(0, 3, "start"), B)
+    assert fetch in script.hear(B, says("open"))
+    assert fetch not in script.hear(B, says("open"))
+
+
+def test_an_exchange_is_told_of_until_both_have_it() -> None:
+    script = gossiping(B)
+    script.hear(B, says("open"))
+    assert told(script.do(events.MixFetched(MixId(0, 3, "start"), B))) == [(B, "half")]
+    script.beat(B, heads=heads(3))
+    assert (B, "half") in told(script.wait(1.0))
+    assert told(script.hear(B, says("half"))) == [(B, "whole")]
+    assert told(script.wait(2.0)) == []
+
+
+def test_who_is_no_partner_is_not_listened_to() -> None:
+    script = gossiping(B)
+    assert script.hear(C, says("open")) == []
+    assert script.hear(B, says("open", round_=7)) == []
+
+
+def test_wrong_bytes_are_held_against_the_partner() -> None:
+    script = gossiping(B)
+    script.hear(B, says("open"))
+    failed = events.MixFailed(MixId(0, 3, "start"), B, "values that are not finite", hostile=True)
+    script.do(failed)
+    assert script.node.state.refusals["values that are not finite"] == 1
+    assert not script.node.state.cooled_down(B)
+
+
+def test_a_fragment_that_the_run_does_not_have_is_refused() -> None:
+    script = gossiping(B)
+    script.hear(B, Mixing((Link(9, 3, "start", "open", 0.5),)))
+    assert script.node.state.refusals["fragment 9; the run has 2"] == 1
+
+
+def test_what_a_synchronizer_would_say_is_refused() -> None:
+    script = gossiping(B)
+    script.do(committed(B, make_record()))
+    assert script.node.state.refusals["it speaks of a committed, this run gossips"] == 1
+
+
+# -------------------------------------------------------------------- the end of a round
+
+
+def steps(num: int = H) -> events.StepsDone:
+    return events.StepsDone(num, 100 * num, 0.5)
+
+
+def test_a_round_ends_when_the_median_learner_has_done_its_steps() -> None:
+    script = gossiping(B, C)
+    for peer in (B, C):
+        swap(script, peer)
+    assert not any(isinstance(a, FinishRound) for a in script.do(steps()))
+    script.now += 0.5
+    done = script.beat(B, heads=heads(3), local_steps=(H, 0))
+    row = Row(1 - 2 / 3, {B: 1 / 3, C: 1 / 3})
+    (finish,) = [a for a in done if isinstance(a, FinishRound)]
+    assert (finish.fragment, finish.round, finish.version, finish.outers) == (0, 3, 4, None)
+    assert finish.starts.partners == row.partners
+
+
+def test_a_partner_that_never_began_the_round_leaves_the_identity() -> None:
+    script = gossiping(B)
+    script.now += 0.5
+    script.beat(B, heads=heads(3), local_steps=(H, 0))
+    assert FinishRound(0, 3, 4, Row(1.0, {}), None) in script.do(steps())
+
+
+def test_a_start_on_its_way_is_waited_for_while_the_learner_steps_on() -> None:
+    script = gossiping(B)
+    script.hear(B, says("open"))
+    script.now += 0.5
+    script.beat(B, heads=heads(3), local_steps=(H, 0))
+    assert not any(isinstance(a, FinishRound) and a.fragment == 0 for a in script.do(steps()))
+    script.do(events.MixFetched(MixId(0, 3, "start"), B))
+    (finish,) = script.hear(B, says("half"))[1:]
+    assert isinstance(finish, FinishRound) and finish.starts.partners == {B: 0.5}
+
+
+def test_a_partner_without_a_last_word_is_given_up_after_a_while() -> None:
+    script = gossiping(B)
+    script.hear(B, says("open"))
+    script.do(events.MixFetched(MixId(0, 3, "start"), B), steps(3 * H))
+    done: list[actions.Action] = []
+    for _ in range(int(PATIENCE_S) + 2):
+        script.beat(B, heads=heads(3), local_steps=(H, H))
+        done += script.wait(1.0)
+    assert FinishRound(0, 3, 4, Row(1.0, {}), None) in done
+
+
+def test_a_swarm_that_takes_no_steps_does_not_hold_us() -> None:
+    script = gossiping(B, C)
+    assert not any(isinstance(a, FinishRound) for a in script.do(steps(2 * H - 1)))
+    done = script.do(steps(1))
+    assert {a.fragment for a in done if isinstance(a, FinishRound)} == {0, 1}
+
+
+def test_the_tokens_of_a_round_are_merged_when_the_learner_goes_on() -> None:
+    script = gossiping()
+    finish_rounds(script, *script.do(steps()))
+    totals = script.node.state.ledger.totals()
+    assert totals.merged == totals.processed == 2 * 100 * H and not totals.lost
+    assert [r.version for r in script.node.state.registers] == [4, 4]
+
+
+def test_who_fell_behind_jumps_into_the_round_of_the_others() -> None:
+    script = gossiping(B, C)
+    script.now += 0.5
+    script.beat(B, C, heads=heads(9))
+    finishes = [a for a in script.do(steps(1)) if isinstance(a, FinishRound)]
+    assert {(a.round, a.version) for a in finishes} == {(3, 9)}
+
+
+def test_nobody_is_led_far_astray() -> None:
+    script = gossiping(B)
+    script.now += 0.5
+    script.beat(B, heads=heads(2**52))
+    finishes = [a for a in script.do(steps(1)) if isinstance(a, FinishRound)]
+    assert {a.version for a in finishes} == {3 + LEAP_MAX}
+
+
+def test_a_partner_that_missed_the_last_word_is_told_what_counted() -> None:
+    script = gossiping(B)
+    swap(script)
+    script.now += 0.5
+    script.beat(B, heads=heads(3), local_steps=(H, 0))
+    finish_rounds(
+        script,
+        *[a for a in script.do(steps()) if a == FinishRound(0, 3, 4, Row(0.5, {B: 0.5}), None)],
+    )
+    assert script.node.state.registers[0].version == 4
+    assert told(script.hear(B, says("half"))) == [(B, "whole")]
+    assert told(script.hear(C, says("half"))) == [(C, "void")]
+    assert told(script.hear(B, says("half", round_=1))) == [(B, "void")]
+
+
+# -------------------------------------------------------------------- a blocking mix
+
+
+def cut(script: Script) -> None:
+    """Both fragments' rounds end, and the learner stands still."""
+    for fragment in (0, 1):
+        for message in (says("open"), says("half")):
+            link = message.links[0]._replace(fragment=fragment)
+            script.hear(B, Mixing((link,)))
+        script.do(events.MixFetched(MixId(fragment, 3, "start"), B))
+    script.now += 0.5
+    script.beat(B, heads=heads(3), local_steps=(H, H))
+    done = script.do(steps())
+    assert [a for a in done if isinstance(a, CutRound)] == [
+        CutRound(0, 3, (B,)),
+        CutRound(1, 3, (B,)),
+    ]
+
+
+def test_outer_gradients_are_swapped_while_the_learner_stands_still() -> None:
+    script = gossiping(B, plan=BLOCKING)
+    cut(script)
+    assert told(script.do(events.RoundCut(0, 3)), "outer") == [(B, "open")]
+    fetch = FetchMix(MixId(0, 3, "outer"), B)
+    assert fetch in script.hear(B, says("half", part="outer"))
+    done = script.do(events.MixFetched(fetch.mix, B))
+    halves = Row(0.5, {B: 0.5})
+    assert FinishRound(0, 3, 4, halves, halves) in done
+
+
+def test_a_learner_stands_still_for_half_a_period_at_most() -> None:
+    script = gossiping(B, plan=BLOCKING)
+    cut(script)
+    script.do(events.RoundCut(0, 3))
+    done: list[actions.Action] = []
+    for _ in range(int(BLOCKED_MIN_S) + 3):
+        script.beat(B, heads=heads(3), local_steps=(H, H))
+        done += script.wait(1.0)
+    assert FinishRound(0, 3, 4, Row(0.5, {B: 0.5}), Row(1.0, {})) in done
+
+
+def test_when_the_learner_dies_its_round_goes_on_with_the_next_one() -> None:
+    script = gossiping(B, plan=BLOCKING)
+    cut(script)
+    script.do(events.RoundCut(0, 3), events.LearnerStopped("killed"))
+    script.do(events.RoundUnfinished(1, 3, "the learner died"))
+    assert script.node.gossiper
+    assert [r.stage for r in script.node.gossiper.rounds if r] == [Stage.TRAINING] * 2
+    totals = script.node.state.ledger.totals()
+    assert sum(totals.lost.values()) == totals.processed > 0
+
+
+def test_a_round_whose_values_went_wrong_is_lost_by_name() -> None:
+    script = gossiping()
+    done = script.do(steps())
+    assert FinishRound(0, 3, 4, ALONE, None) in done
+    script.do(events.FragmentInstalled(0, 4, 100 * H))
+    again = script.do(events.RoundUnfinished(0, 3, "a state whose values are not finite"))
+    assert actions.InstallFragment(0, 3) in again
+    totals = script.node.state.ledger.totals()
+    assert totals.lost == {"a state whose values are not finite": 100 * H} and totals.adds_up
+
+
+# -------------------------------------------------------------------- joining, restarting, leaving
+
+
+def test_a_joiner_takes_the_state_of_a_member_and_its_round() -> None:
+    script = Script(make_node(A, gossip=PLAN))
+    script.do(events.PeersFound((B,)))
+    asked = script.beat(B, heads=heads(7))
+    assert actions.FetchRecords(B, 0, 0) in asked
+    offered = events.SnapshotInfo(7, digest("state", 7, 0))
+    (catch_up,) = script.do(events.RecordsFetched(B, 0, (), (offered,)))
+    assert catch_up == actions.CatchUp(0, offered, (), (), (B,))
+    script.do(events.StateReached(0, 7, offered.state_digest, None))
+    assert script.node.state.registers[0].version == 7
+
+
+def test_the_first_node_takes_the_genesis_weights_and_no_others() -> None:
+    script = Script(make_node(A, gossip=PLAN))
+    script.do(events.PeersFound(()))
+    assert actions.FetchRecords(BOOT, 0, 0) in script.wait(1.0)
+    forged = events.SnapshotInfo(0, digest("forged"))
+    assert script.do(events.RecordsFetched(BOOT, 0, (), (forged,))) == []
+    script.wait(20.0)
+    script.do(events.RecordsFetched(BOOT, 0, (), (events.SnapshotInfo(0, GENESIS[0]),)))
+    assert script.node.state.registers[0].pursuit
+
+
+def test_rounds_that_were_not_on_disk_are_lost_by_name_after_a_restart() -> None:
+    script = gossiping()
+    finish_rounds(script, *script.do(steps()))
+    saved = json.loads(json.dumps(script.node.save()))
+    chains = [Chain(4, digest("own", 4)), Chain(3, digest("own", 3, 1))]
+    node = make_node(A, chains=chains, saved=saved, gossip=PLAN)
+    totals = node.state.ledger.totals()
+    assert totals.lost == {UNSAVED: 100 * H} and totals.merged == 100 * H and totals.adds_up
+
+
+def test_a_node_that_settles_ends_what_it_has_begun_and_begins_nothing() -> None:
+    script = gossiping()
+    done = script.do(steps())
+    script.do(events.SettleAsked())
+    assert not script.node.is_settled
+    finish_rounds(script, *done)
+    for p in (0, 1):
+        script.do(events.FragmentInstalled(p, 4, 0))
+    assert script.node.is_settled
+    assert not any(isinstance(a, OpenMix | FinishRound) for a in script.wait(5.0))
+
+
+# -------------------------------------------------------------------- anything at all
+
+
+LINKS = st.builds(
+    Link,
+    fragment=st.integers(0, 3),
+    round=st.integers(0, 5),
+    part=st.sampled_from(["start", "outer"]),
+    stage=st.sampled_from(["open", "half", "whole", "void"]),
+    weight=st.sampled_from([0.1, 0.5, 1.0]),
+)
+
+
+@given(st.lists(LINKS, min_size=1, max_size=3), st.integers(0, 2**32), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_whatever_partners_say_the_node_goes_on(links: list[Link], seed: int, blocks: bool) -> None:
+    rng = random.Random(seed)
+    script = gossiping(B, C, plan=BLOCKING if blocks else PLAN)
+    for _ in range(8):
+        message = Mixing(tuple(rng.choices(links, k=2)))
+        assert unpack(pack(message)) == message
+        script.hear(rng.choice([B, C]), message)
+        script.do(steps(rng.randrange(1, 9)))
+    finish_rounds(script, *script.do(steps(3 * H)))
+    assert script.node.state.ledger.totals().adds_up
