@@ -168,6 +168,12 @@ class Lab:
         self._attach(host, router, "wan", rate)
         return host
 
+    def narrow(self, host: Host, mbit: float) -> None:
+        """From now on the host's link carries so much each way."""
+        namespace, interface = self._uplink_of(host)
+        _shape(namespace, interface, mbit)
+        _shape(self._internet, host.name, mbit)
+
     def move(self, host: Host) -> None:
         """Gives the host (or its home router) an address in another subnet; the old one is gone."""
         self._number(host, *self._uplink_of(host))
@@ -328,7 +334,9 @@ def _shape(namespace: str, interface: str, mbit: float | None) -> None:
         return
     rate = ("rate", f"{mbit * 1000:.0f}kbit", "burst", str(_BURST_BYTES))
     queue = ("latency", f"{QUEUE_S * 1000:.0f}ms")
-    _run(["tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", "tbf", *rate, *queue])
+    _run(
+        ["tc", "-n", namespace, "qdisc", "replace", "dev", interface, "root", "tbf", *rate, *queue]
+    )
 
 
 def _load_rules(namespace: str, rules: str) -> None:

@@ -73,6 +73,8 @@ __all__ = [
     "running_learner",
 ]
 
+LEARNER_MODULE = "p2pdiloco_daemon.learner_process"
+
 RESTART_DELAY_MAX_S = 60.0
 """Restarts wait 1, 2, 4, ... seconds, at most this; imports alone keep a core busy for 4 s."""
 
@@ -491,9 +493,7 @@ async def _start_child(threads: int, memory_fd: int) -> _Child:
     with theirs:
         try:
             process = await asyncio.create_subprocess_exec(
-                *bound_command(
-                    "p2pdiloco_daemon.learner_process", str(theirs.fileno()), str(memory_fd)
-                ),
+                *bound_command(LEARNER_MODULE, str(theirs.fileno()), str(memory_fd)),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.PIPE,

@@ -366,7 +366,7 @@ def main(control_fd: int, memory_fd: int) -> None:
         os.set_inheritable(fd, False)
     control = Control(socket.socket(fileno=control_fd))
     try:
-        start = _receive_start(control)
+        start = receive_start(control)
         os.nice(start.niceness)
         process = _build(start, control, memory_fd)
     except EOFError:
@@ -374,7 +374,7 @@ def main(control_fd: int, memory_fd: int) -> None:
     process.run()
 
 
-def _receive_start(control: Control) -> Start:
+def receive_start(control: Control) -> Start:
     """The first message; the daemon sends nothing more before `Ready`."""
     while True:
         control.wait()

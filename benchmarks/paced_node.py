@@ -1,0 +1,13 @@
+"""A node as a person starts it, but for its learner, which is `benchmarks.paced_learner`.
+
+python -m benchmarks.paced_node PYTHON -m p2pdiloco_daemon.cli.main join ...
+"""
+
+import sys
+
+from p2pdiloco_daemon import learner
+from p2pdiloco_daemon.cli import main as cli
+
+if __name__ == "__main__":
+    learner.LEARNER_MODULE = "benchmarks.paced_learner"
+    sys.exit(cli.main(sys.argv[4:]))
