@@ -420,10 +420,19 @@ def spec_from_bytes(spec_bytes: bytes) -> RunSpec:
     except ValidationError as error:
         raise PeerError(describe_errors(error, "the run's spec")) from error
     if canonical_bytes(spec) != spec_bytes:
-        raise PeerError("the run's spec is not in canonical form: not written by this software")
+        raise PeerError(_why_not_canonical(values, spec))
     if spec.genesis is None:
         raise PeerError("the run's spec names no genesis weights: a draft, not a run")
     return spec
+
+
+def _why_not_canonical(values: dict[str, JsonValue], spec: RunSpec) -> str:
+    if lacking := sorted(_flatten(spec.model_dump(mode="json")).keys() - _flatten(values).keys()):
+        return (
+            f"the run's spec lacks {', '.join(lacking)}: it was written by another version of "
+            "p2pdiloco; install the one that the run's owner has, or start a new run"
+        )
+    return "the run's spec is not in canonical form: not written by this software"
 
 
 def bytes_to_sign(spec_bytes: bytes) -> bytes:

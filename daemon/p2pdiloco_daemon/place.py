@@ -47,7 +47,9 @@ class Place:
         try:
             return self.checked(path.read_bytes())
         except (OSError, PeerError) as error:
-            raise UserError(f"{path}: {error}; remove it, and it is fetched again") from error
+            raise UserError(
+                f"{path}: {error}; if the file is damaged, remove it, and it is fetched again"
+            ) from error
 
     def checked(self, packed: bytes) -> SignedSpec:
         """PeerError unless this is the spec of our run, signed by the owner in the invite."""

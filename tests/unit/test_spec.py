@@ -1,6 +1,7 @@
 """The run spec: what is accepted, what is refused and in which words."""
 
 import hashlib
+import json
 from pathlib import Path
 
 import pytest
@@ -284,3 +285,10 @@ def test_differences_name_each_key() -> None:
     ours, theirs = RunSpec(name="a"), RunSpec(name="b", seed=7)
     assert differences(ours, theirs) == ['name: ours "a", theirs "b"', "seed: ours 0, theirs 7"]
     assert differences(ours, ours) == []
+
+
+def test_a_spec_of_another_version_is_told_from_a_damaged_one() -> None:
+    values = json.loads(canonical_bytes(complete_spec()))
+    del values["sync"]["pacing"], values["seed"]
+    with pytest.raises(PeerError, match=r"lacks seed, sync\.pacing: it was written by ano"):
+        spec_from_bytes(json.dumps(values, sort_keys=True, separators=(",", ":")).encode())
