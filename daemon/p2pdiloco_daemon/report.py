@@ -208,6 +208,7 @@ class Reporter:
         held = sum(r.chain is not None for r in state.registers)
         others = len(state.membership.ready(state.now))
         swarm = f"{others} other node{'s' if others != 1 else ''}"
+        idle = self._why_idle()
         match self._state():
             case view.NodeState.STOPPING:
                 return "Leaving: saving and saying goodbye."
@@ -215,6 +216,8 @@ class Reporter:
                 return "Training has stopped, as asked; everything that was merged has arrived."
             case view.NodeState.FETCHING:
                 return f"Fetching the model: {held} of {len(state.registers)} fragments are here."
+            case view.NodeState.ISOLATED if idle:
+                return f"No other node can be reached; {idle}."
             case view.NodeState.ISOLATED:
                 return (
                     "No other node can be reached: training locally, merging only with itself, "
@@ -224,20 +227,29 @@ class Reporter:
                 pass
         if state.settling:
             return "Training has stopped, as asked; what was merged last is still on its way."
-        if self.learner.state is view.LearnerState.RESTARTING:
-            return f"The learner process ended and is started again; {swarm} go on meanwhile."
-        if not state.learner_alive or self.learner.state is not view.LearnerState.TRAINING:
-            return f"Waiting for the learner to start, in a swarm with {swarm}."
-        if self._stands_still():
-            return (
-                f"The learner has taken no step for more than {STILL_S:.0f} s: its process hangs, "
-                f"was stopped, or waits for the machine; {swarm} go on meanwhile."
-            )
+        if idle:
+            return f"{idle[0].upper()}{idle[1:]}; {swarm} go on meanwhile."
         if self.node.gossiper:
             return f"Training with {swarm}, without a synchronizer; this node learns and mixes."
         post = state.post(state.registers[0])[0]
         role = "and is the synchronizer" if post == state.me else "and contributes its progress"
         return f"Training with {swarm}; this node learns {role}."
+
+    def _why_idle(self) -> str | None:
+        """What keeps the learner from training, in words; None while it trains."""
+        if self.learner.state is view.LearnerState.RESTARTING:
+            return "the learner process ended and is started again"
+        if (
+            not self.node.state.learner_alive
+            or self.learner.state is not view.LearnerState.TRAINING
+        ):
+            return "waiting for the learner to start"
+        if self._stands_still():
+            return (
+                f"the learner has taken no step for more than {STILL_S:.0f} s: its process hangs, "
+                "was stopped, or waits for the machine"
+            )
+        return None
 
     def _stands_still(self) -> bool:
         return self.learner.stands_still(self.now(), self.node.state.step_s)

@@ -132,7 +132,7 @@ def test_a_node_that_holds_nothing_is_fetching(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("learner", "sentence"),
     [
-        (view.LearnerState.WAITING, "Waiting for the learner to start, in a swarm with 1 other"),
+        (view.LearnerState.WAITING, "Waiting for the learner to start; 1 other node"),
         (view.LearnerState.RESTARTING, "The learner process ended and is started again"),
     ],
 )
@@ -280,5 +280,28 @@ def test_a_learner_that_hangs_is_told_and_has_no_speed(tmp_path: Path) -> None:
         reporter.learner.stepped_at = reporter.now() - 2 * STILL_S
         assert "has taken no step for more than 60 s" in await still(swarm, reporter)
         assert reporter.status().learner.tokens_per_s is None
+
+    play_swarm(tmp_path, scenario)
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        (view.LearnerState.TRAINING, "training locally"),
+        (view.LearnerState.STARTING, "; waiting for the learner to start"),
+        (view.LearnerState.RESTARTING, "; the learner process ended and is started again"),
+    ],
+)
+def test_a_node_alone_says_that_it_trains_only_while_it_does(
+    tmp_path: Path, state: view.LearnerState, words: str
+) -> None:
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start(A)
+        await swarm.train(20)
+        reporter = report_of(swarm.nodes[A])
+        reporter.learner.state = state
+        sentence = await still(swarm, reporter)
+        assert sentence.startswith("No other node can be reached") and words in sentence
+        assert ("training locally" in sentence) is (state is view.LearnerState.TRAINING)
 
     play_swarm(tmp_path, scenario)

@@ -15,7 +15,14 @@ from p2pdiloco_daemon import goodput_plot
 from p2pdiloco_daemon.cli import directories, simulate
 from p2pdiloco_daemon.cli import main as main_module
 from p2pdiloco_daemon.cli.main import main
-from p2pdiloco_daemon.status.view import NodeState, Run, Status, TokenLedger
+from p2pdiloco_daemon.status.view import (
+    Learner,
+    LearnerState,
+    NodeState,
+    Run,
+    Status,
+    TokenLedger,
+)
 
 COMMANDS = ("demo", "new", "bootstrap", "join", "status", "export", "sample", "simulate")
 
@@ -194,6 +201,25 @@ def test_status_prints_what_the_node_tells(capsys: pytest.CaptureFixture[str]) -
     assert text.startswith("Training, 2 other nodes.\nrun           kjv (")
     assert "9 processed = 4 merged + 2 pending + 2 rejected + 1 lost" in text
     assert json.loads(capsys.readouterr().out) == told.to_json()
+
+
+def test_status_says_what_keeps_the_learner_from_starting(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    told = Status(
+        protocol_version=1,
+        app_version="0.1.0",
+        peer_id="peer",
+        node_name="lab",
+        run=Run(id="ab" * 16, name="kjv"),
+        state=NodeState.ISOLATED,
+        sentence="The learner process ended and is started again.",
+        uptime_s=5.0,
+        learner=Learner(state=LearnerState.RESTARTING, last_error="no text here"),
+    )
+    with answering(200, json.dumps(told.to_json()).encode()) as port:
+        assert main(["status", "--port", str(port)]) == 0
+    assert "\nproblem       no text here\n" in capsys.readouterr().out
 
 
 # -------------------------------------------------------------------- simulate

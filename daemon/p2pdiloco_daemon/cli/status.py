@@ -7,7 +7,7 @@ import urllib.request
 
 from p2pdiloco.errors import UserError
 from p2pdiloco_daemon.cli.ports import STATUS_PORT, port_number
-from p2pdiloco_daemon.status.view import JsonObject
+from p2pdiloco_daemon.status.view import JsonObject, LearnerState
 
 _TIMEOUT_S = 5.0
 """A node answers from memory in milliseconds; on a machine that is swapping it may take seconds."""
@@ -89,6 +89,8 @@ def summary(status: JsonObject) -> list[str]:
         f"tokens        {ledger}",
         f"traffic       {sent} sent, {received} received",
     ]
+    if learner["last_error"] and learner["state"] == LearnerState.RESTARTING:
+        lines.append(f"problem       {learner['last_error']}")
     if status["checkpoint"]["error"]:
         lines.append(f"checkpoint    {status['checkpoint']['error']}")
     if status["page_url"]:
