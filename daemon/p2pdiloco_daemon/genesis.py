@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from p2pdiloco.errors import PeerError, UserError
 from p2pdiloco.spec import (
@@ -22,6 +23,9 @@ from p2pdiloco.spec import (
 )
 from p2pdiloco_bootstrap.identity import Identity, verify_with_key
 from p2pdiloco_daemon.bound import bound_command
+
+if TYPE_CHECKING:
+    import torch
 
 SIGNED_SPEC_FILE = "run.spec"
 
@@ -68,6 +72,7 @@ def make_genesis(draft: RunSpec, directory: Path) -> GenesisSpec:
         if not isinstance(error, MemoryError) and "can't allocate memory" not in str(error):
             raise  # torch has no type of its own for the memory of the CPU
         raise UserError(f"the first weights cannot be made: {_OUT_OF_MEMORY}") from error
+    _require_room_for_tokens(draft, model)
     shapes, embeddings = parameter_shapes(model), embedding_names(model)
     fragments = plan_fragments(shapes, draft.sync.num_fragments, embeddings)
     parameters = {name: value.detach().numpy() for name, value in model.named_parameters()}
@@ -88,6 +93,22 @@ def make_genesis(draft: RunSpec, directory: Path) -> GenesisSpec:
         config=config_table(model) if draft.model.checkpoint else None,
         state_digests=tuple(digests),
     )
+
+
+def _require_room_for_tokens(draft: RunSpec, model: "torch.nn.Module") -> None:
+    """UserError if the tokenizer has tokens that the model has no embedding for: every learner
+    would end at the first of them.
+    """
+    from p2pdiloco.learn.text import open_tokenizer
+
+    num_tokens = open_tokenizer(draft.data).vocabulary_size
+    num_rows = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    if num_tokens > num_rows:
+        raise UserError(
+            f"data.tokenizer {draft.data.tokenizer!r} has {num_tokens} tokens, the model has "
+            f"embeddings for {num_rows}; give model.config a vocab_size of {num_tokens}, or take "
+            "another tokenizer"
+        )
 
 
 def _genesis_in_child(draft: RunSpec, directory: Path) -> GenesisSpec:

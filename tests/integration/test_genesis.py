@@ -11,7 +11,7 @@ from p2pdiloco.learn.models import build_model, parameter_shapes
 from p2pdiloco.optim.fragments import fragments_of
 from p2pdiloco.spec import ModelSpec, RunSpec, SignedSpec
 from p2pdiloco_bootstrap.identity import Identity, verify_with_key
-from p2pdiloco_daemon.genesis import SIGNED_SPEC_FILE, genesis_path, prepare_run
+from p2pdiloco_daemon.genesis import SIGNED_SPEC_FILE, genesis_path, make_genesis, prepare_run
 from p2pdiloco_daemon.replica import unpack_state
 
 pytestmark = pytest.mark.loopback
@@ -66,8 +66,25 @@ def test_a_model_beyond_the_memory_is_told(tmp_path: Path) -> None:
     }
     draft = RunSpec(name="a", model=ModelSpec(config=config))
     with pytest.raises(UserError, match="not enough memory"):
-        prepare_run(draft, Identity.generate(), tmp_path)
-    assert not (tmp_path / SIGNED_SPEC_FILE).exists()
+        make_genesis(draft, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_told(tmp_path: Path) -> None:
+    config: dict[str, JsonValue] = {
+        "model_type": "llama",
+        "vocab_size": 100,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+    }
+    draft = RunSpec(name="a", model=ModelSpec(config=config))
+    with pytest.raises(
+        UserError, match=r"'bytes' has 256 tokens, .* for 100; .* vocab_size of 256"
+    ):
+        make_genesis(draft, tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_damaged_run_file_is_told(tmp_path: Path) -> None:
