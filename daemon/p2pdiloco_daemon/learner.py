@@ -332,7 +332,7 @@ class Learner:
                 problem = await self._deliver_messages(child)
                 installing.cancel()
                 if problem is None:
-                    await child.ends_within(EXIT_S)
+                    child.was_killed_here = not await child.ends_within(EXIT_S)
                 child.kill()
             await child.process.wait()
         finally:
@@ -444,6 +444,7 @@ class _Child:
     installing: set[int] = field(default_factory=set)
     """Fragments whose `incoming` vector the process has yet to read."""
     stderr_tail: bytes = b""
+    was_killed_here: bool = False
 
     def send(self, command: Command) -> None:
         if not self.writer.is_closing():
@@ -460,7 +461,9 @@ class _Child:
         code = self.process.returncode
         if code is not None and code < 0:
             how = f"killed by {signal.Signals(-code).name}"
-            if -code == signal.SIGKILL:
+            if self.was_killed_here:
+                how += f" by its node, which it had left {EXIT_S:.0f} s before"
+            elif -code == signal.SIGKILL:
                 how += " (out of memory?)"
         else:
             how = f"exit code {code}"
