@@ -41,7 +41,7 @@ EVENT_CLIENTS_MAX = 16
 """A person has a few tabs; each open stream costs one JSON document a second."""
 EVENT_WRITE_TIMEOUT_S = 10.0
 """A client that takes no byte for this long has gone, and must not keep its place."""
-CONNECTIONS_MAX = 64
+CONNECTIONS_MAX = 32
 """Open at once, asking or not; a browser has six. One more closes the one that came first, so that
 whoever opens connections and leaves them takes neither the page nor the node's open files."""
 BACKLOG = 16
