@@ -52,6 +52,7 @@ START_S = 60.0
 WARM_S = 240.0
 WINDOW_S = 180.0
 """In which each fragment is merged about once."""
+LEAST_MINUTES = (WARM_S + WINDOW_S) / 60
 HOUR_S = 3600.0
 PACKED = 50
 ID_CHARS = 52
@@ -372,6 +373,8 @@ def main() -> None:
     parser.add_argument("--hour", action="store_true", help="1,000 nodes for one virtual hour")
     parser.add_argument("--minutes", type=float, default=60.0, help="end it after so many")
     arguments = parser.parse_args()
+    if not LEAST_MINUTES <= arguments.minutes <= 60:
+        parser.error(f"--minutes: expected {LEAST_MINUTES:g} to 60, got {arguments.minutes:g}")
     gc.disable()  # nothing here is garbage but by reference counts; millions of objects live
     kept = RESULTS.with_suffix(".json")
     result: JsonObject = json.loads(kept.read_text()) if kept.exists() else {}

@@ -12,8 +12,7 @@ powers of two of the uplink, so that measuring noise does not reshuffle.
 
 import hashlib
 import math
-from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -48,37 +47,39 @@ def slot_of(fragment: int, num_candidates: int) -> int:
     return fragment % (1 + num_candidates // SHARE_MEMBERS)
 
 
-class Order:
-    """The candidates of a turn: `first` is to act. Deterministic in the set of `members`, which are
-    (peer, uplink in MB/s).
+class Drawing:
+    """Who drew best in a turn. Deterministic in the set of `members`, an uplink in MB/s by peer,
+    which the caller keeps up to date and tells of with `changed`.
 
-    It is kept up to date as they come and go: in a large swarm somebody always does, and to draw
-    for everybody anew would be most of a node's work.
+    In a large swarm somebody always comes or goes; to draw for everybody anew would be most of a
+    node's work, and only the best of all matters.
     """
 
-    def __init__(self, run_id: str, turn: Turn, members: Iterable[tuple[PeerId, float]]):
-        self.run_id = run_id
-        self.turn = turn
-        self._ranked = sorted(self._key(peer, uplink) for peer, uplink in members)
+    def __init__(self, run_id: str, turn: Turn, members: Mapping[PeerId, float]):
+        self._run_id, self._turn, self._members = run_id, turn, members
+        self._best = self._draw()
 
     @property
     def first(self) -> PeerId | None:
-        return self._ranked[0][1] if self._ranked else None
+        """Who is to act; None where there are no members."""
+        return self._best[1] if self._best else None
 
-    @property
-    def peers(self) -> Iterator[PeerId]:
-        """Best first."""
-        return (peer for _, peer in self._ranked)
+    def in_order(self) -> list[PeerId]:
+        """All of them, best first."""
+        return [peer for _, peer in sorted(map(self._key, self._members))]
 
-    def put(self, peer: PeerId, before: float | None, now: float | None) -> None:
-        """Its uplink is another `now` than `before`; None while it is no candidate."""
-        if before is not None:
-            del self._ranked[bisect_left(self._ranked, self._key(peer, before))]
-        if now is not None:
-            insort(self._ranked, self._key(peer, now))
+    def changed(self, peer: PeerId) -> None:
+        """It is a member since, or none any more, or has another uplink."""
+        if self._best is None or peer == self._best[1]:
+            self._best = self._draw()
+        elif peer in self._members:
+            self._best = min(self._best, self._key(peer))
 
-    def _key(self, peer: PeerId, uplink_mb_s: float) -> tuple[float, PeerId]:
-        return _key(self.run_id, self.turn, peer, weight(uplink_mb_s))
+    def _draw(self) -> tuple[float, PeerId] | None:
+        return min(map(self._key, self._members), default=None)
+
+    def _key(self, peer: PeerId) -> tuple[float, PeerId]:
+        return _key(self._run_id, self._turn, peer, weight(self._members[peer]))
 
 
 def weight(uplink_mb_s: float) -> float:

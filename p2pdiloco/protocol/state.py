@@ -44,9 +44,9 @@ REFUSALS_KEPT = 64
 The rarest are counted together.
 """
 OTHER_REASONS = "other reasons"
-ORDERS_AT_ONCE_MAX = 250
-"""Members up to which a change of the candidates changes their orders before the next heartbeat."""
-ORDERS_KEPT = 4
+AT_ONCE_MAX = 250
+"""Members up to which it counts before the next heartbeat who came or left as a candidate."""
+DRAWINGS_KEPT = 4
 """For each fragment: of the present attempt, and of those of its deputies."""
 DEAD_ENDS_MAX = 8
 """Attempts in a row that fall to nobody of use before the next best of the last one acts: where
@@ -144,10 +144,10 @@ class NodeState:
     _whole: bool = False
     """Whether there was a state of every fragment already; it may be replaced, but not lost."""
     _standing: tuple[int, float | None] | None = None
-    """What the orders follow from: see `renew`."""
+    """What the drawings follow from: see `renew`."""
     _candidates: dict[PeerId, float] = field(default_factory=dict)
     """Who could synchronize, and its uplink in MB/s."""
-    _orders: dict[election.Turn, election.Order] = field(default_factory=dict)
+    _drawings: dict[election.Turn, election.Drawing] = field(default_factory=dict)
     _posts: dict[int, tuple[int, tuple[int, int], Post]] = field(default_factory=dict)
     """By fragment: the version and the fence of our register that the post follows from, and it."""
 
@@ -225,14 +225,14 @@ class NodeState:
         return statistics.median_low(steps) if steps else 0.0
 
     def renew(self, beats: bool) -> bool:
-        """Brings the orders of candidates up to date, and forgets the posts, if others follow by
+        """Brings the drawings up to date, and forgets the posts, if others follow by
         now; says whether it did.
 
         `Node.handle` calls it before and after it dispatches an event: within either half all look
-        at the same orders. In a large swarm, in which somebody always comes or goes, they change
+        at the same drawings. In a large swarm, in which somebody always comes or goes, they change
         only when this node `beats`.
         """
-        if len(self.membership.members) > ORDERS_AT_ONCE_MAX and not beats:
+        if len(self.membership.members) > AT_ONCE_MAX and not beats:
             return False
         weight = election.weight(self.uplink_mb_s) if self.ready else None
         standing = (self.membership.revision, weight)
@@ -240,7 +240,7 @@ class NodeState:
             return False
         self._standing = standing
         terms = {self._next_term(r) for r in self.registers}
-        self._orders = {turn: order for turn, order in self._orders.items() if turn.term in terms}
+        self._drawings = {turn: d for turn, d in self._drawings.items() if turn.term in terms}
         for peer in (*self.membership.changed, self.me):
             self._put(peer)
         self.membership.changed.clear()
@@ -251,11 +251,11 @@ class NodeState:
         """Somebody came, left, or has another uplink."""
         mine = self.uplink_mb_s if self.ready else None
         uplink_mb_s = mine if peer == self.me else self.membership.candidate(peer)
-        before = self._candidates.pop(peer, None)
+        self._candidates.pop(peer, None)
         if uplink_mb_s is not None:
             self._candidates[peer] = uplink_mb_s
-        for order in self._orders.values():
-            order.put(peer, before, uplink_mb_s)
+        for drawing in self._drawings.values():
+            drawing.changed(peer)
 
     def review_posts(self) -> None:
         """Who was passed over because it seemed dead or idle may be of use again."""
@@ -264,16 +264,16 @@ class NodeState:
             if kept and kept[2][2] > register.attempt_in(kept[2][1]):
                 del self._posts[register.index]
 
-    def order(self, fragment: int, term: int, attempt: int) -> election.Order:
+    def drawing(self, fragment: int, term: int, attempt: int) -> election.Drawing:
         """Who is to synchronize in this attempt, and who comes next if it falls to none of use."""
         slot = election.slot_of(fragment, len(self._candidates))
         turn = election.Turn(term, attempt, slot)
-        if turn not in self._orders:
-            order = election.Order(self.config.run_id, turn, self._candidates.items())
-            self._orders[turn] = order
-            if len(self._orders) > ORDERS_KEPT * len(self.registers):
-                del self._orders[next(iter(self._orders))]
-        return self._orders[turn]
+        if turn not in self._drawings:
+            drawing = election.Drawing(self.config.run_id, turn, self._candidates)
+            self._drawings[turn] = drawing
+            if len(self._drawings) > DRAWINGS_KEPT * len(self.registers):
+                del self._drawings[next(iter(self._drawings))]
+        return self._drawings[turn]
 
     def attempt(self, register: Register) -> int:
         """The highest attempt seen at the next version of a fragment."""
@@ -301,21 +301,21 @@ class NodeState:
             return None, term, seen
         last = seen + DEAD_ENDS_MAX - 1
         for attempt in range(seen, last + 1):
-            first = self.order(p, term, attempt).first
+            first = self.drawing(p, term, attempt).first
             if first and self.is_of_use(first):
                 return first, term, attempt
-        order = self.order(p, term, last)
-        return next(filter(self.is_of_use, order.peers), order.first), term, last
+        order = self.drawing(p, term, last).in_order()
+        return next(filter(self.is_of_use, order), order[0]), term, last
 
     def deputies(self, register: Register) -> list[PeerId]:
         """Who comes next when the synchronizer of the next version falls silent."""
         _, term, attempt = self.post(register)
         attempts = range(attempt + 1, attempt + 1 + NUM_DEPUTIES)
-        return [*filter(None, (self.order(register.index, term, k).first for k in attempts))]
+        return [*filter(None, (self.drawing(register.index, term, k).first for k in attempts))]
 
     def is_turn_of(self, peer: PeerId, round_id: RoundId) -> bool:
         """Whether `peer` is the candidate for this attempt, as seen from here."""
-        return peer == self.order(round_id.fragment, *round_id.fence).first
+        return peer == self.drawing(round_id.fragment, *round_id.fence).first
 
     def local_steps(self, register: Register) -> int:
         return register.steps if register.installed == register.version else 0

@@ -1,4 +1,4 @@
-"""The node as synchronizer: for the fragments whose order it leads it opens rounds, closes them,
+"""The node as synchronizer: for the fragments that are its turn it opens rounds, closes them,
 and commits.
 
 It holds no state of its own that another could not make anew: a round that dies with its

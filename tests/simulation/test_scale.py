@@ -3,11 +3,10 @@ virtual time are the same on any machine.
 """
 
 from collections import Counter
-from typing import Any
 
 import pytest
 
-from p2pdiloco.protocol.election import Order
+from p2pdiloco.protocol.election import Drawing
 from p2pdiloco.protocol.membership import Member
 from p2pdiloco.protocol.wire import Message
 from p2pdiloco.simulation.machine import Machine
@@ -31,31 +30,31 @@ class Counted(World):
 
 
 def per_node_second(num_machines: int, patch: pytest.MonkeyPatch) -> tuple[float, float, float]:
-    """(messages sent, looks at whether a member lives, orders drawn over all members) of a node
+    """(messages sent, looks at whether a member lives, drawings for all members) of a node
     in a second of its ordinary life.
     """
     looks: Counter[str] = Counter()
-    alive, drawn = Member.alive, Order.__init__
+    alive, draw = Member.alive, Drawing._draw
 
     def counted_alive(member: Member, now: float) -> bool:
         looks["alive"] += 1
         return alive(member, now)
 
-    def counted_orders(order: Order, *args: Any) -> None:
-        looks["orders"] += 1
-        drawn(order, *args)
+    def counted_draw(drawing: Drawing) -> object:
+        looks["drawn"] += 1
+        return draw(drawing)
 
     world = Counted(num_machines)
     world.start_all(spread_s=2.0)
     world.run(until=FROM_S)
     world.messages.clear()
     patch.setattr(Member, "alive", counted_alive)
-    patch.setattr(Order, "__init__", counted_orders)
+    patch.setattr(Drawing, "_draw", counted_draw)
     world.run(until=UNTIL_S)
     patch.undo()
     world.checkers.one_lineage()
     share = num_machines * (UNTIL_S - FROM_S)
-    return world.messages.total() / share, looks["alive"] / share, looks["orders"] / share
+    return world.messages.total() / share, looks["alive"] / share, looks["drawn"] / share
 
 
 def test_a_node_of_a_large_swarm_has_no_more_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,4 +62,4 @@ def test_a_node_of_a_large_swarm_has_no_more_to_do(monkeypatch: pytest.MonkeyPat
     many = per_node_second(120, monkeypatch)
     assert many[0] < 1.5 * few[0], "messages"
     assert many[1] < 1.5 * few[1], "looks at whether a member lives"
-    assert many[2] < 1.5 * few[2] + 1, "orders drawn over all members"
+    assert many[2] < 1.5 * few[2] + 1, "drawings for all members"

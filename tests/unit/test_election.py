@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import pytest
 from protocol_builders import RUN
 
-from p2pdiloco.protocol.election import SHARE_MEMBERS, Order, Turn, slot_of, term_of
+from p2pdiloco.protocol.election import SHARE_MEMBERS, Drawing, Turn, slot_of, term_of
 from p2pdiloco.protocol.naming import PeerId
 
 PEERS = [PeerId(f"peer{i}") for i in range(10)]
@@ -16,7 +16,7 @@ TERMS = range(1000)
 def order(
     run_id: str, term: int, members: Iterable[tuple[PeerId, float]], attempt: int = 0, slot: int = 0
 ) -> tuple[PeerId, ...]:
-    return tuple(Order(run_id, Turn(term, attempt, slot), members).peers)
+    return tuple(Drawing(run_id, Turn(term, attempt, slot), dict(members)).in_order())
 
 
 def test_a_term_is_a_lease_of_some_merges() -> None:
@@ -59,14 +59,16 @@ def test_one_that_leaves_moves_nobody_else() -> None:
         assert after == tuple(p for p in before if p != PEERS[4])
 
 
-def test_an_order_that_was_kept_up_to_date_is_the_one_made_anew() -> None:
-    rng, kept, members = random.Random(0), Order(RUN, Turn(0, 0, 0), EQUAL), dict(EQUAL)
-    for _ in range(100):
-        peer, uplink = rng.choice(PEERS), rng.choice((None, 0.0, 1.0, 4.0))
-        kept.put(peer, members.pop(peer, None), uplink)
+def test_a_drawing_that_was_kept_up_to_date_is_the_one_made_anew() -> None:
+    rng, members = random.Random(0), dict(EQUAL)
+    kept = Drawing(RUN, Turn(0, 0, 0), members)
+    for peer in [*PEERS, *rng.choices(PEERS, k=200)]:
+        uplink = None if members.get(peer) else rng.choice((1.0, 4.0))
+        members.pop(peer, None)
         if uplink is not None:
             members[peer] = uplink
-        assert tuple(kept.peers) == order(RUN, 0, members.items())
+        kept.changed(peer)
+        assert kept.first == next(iter(kept.in_order()), None)
 
 
 def test_attempts_and_slots_are_drawn_anew() -> None:

@@ -38,8 +38,8 @@ from p2pdiloco.protocol.naming import PeerId, RoundId
 from p2pdiloco.protocol.node import EVENTS_KEPT, FAREWELLS_MAX, STOPPED
 from p2pdiloco.protocol.pauses import PAUSES_MAX
 from p2pdiloco.protocol.state import (
+    AT_ONCE_MAX,
     NUM_DEPUTIES,
-    ORDERS_AT_ONCE_MAX,
     OTHER_REASONS,
     REFUSALS_KEPT,
     Condition,
@@ -195,12 +195,12 @@ def test_who_leaves_a_large_swarm_tells_some() -> None:
 
 
 def test_the_orders_of_a_large_swarm_are_renewed_with_the_heartbeats() -> None:
-    script = training(*crowd(2 * ORDERS_AT_ONCE_MAX))
-    before = [*script.node.state.order(0, 0, 0).peers]
+    script = training(*crowd(2 * AT_ONCE_MAX))
+    before = script.node.state.drawing(0, 0, 0).in_order()
     script.hear(D, make_heartbeat(1))
-    assert [*script.node.state.order(0, 0, 0).peers] == before
+    assert script.node.state.drawing(0, 0, 0).in_order() == before
     script.wait(6.0)
-    assert D in script.node.state.order(0, 0, 0).peers
+    assert D in script.node.state.drawing(0, 0, 0).in_order()
 
 
 # -------------------------------------------------------------------- conditions
