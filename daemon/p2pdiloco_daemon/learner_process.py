@@ -368,6 +368,8 @@ def main(control_fd: int, memory_fd: int) -> None:
     try:
         start = receive_start(control)
         os.nice(start.niceness)
+        # AdamW imports the compiler, which makes a directory even if nothing is compiled
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", start.directory)
         process = _build(start, control, memory_fd)
     except EOFError:
         return
