@@ -18,6 +18,7 @@ each trajectory; what nobody holds starts over and comes out the same (turns.py)
 counts if it is further than what is known, whoever brings it, so none counts twice.
 """
 
+import math
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -62,6 +63,8 @@ TURN_S_MIN = 120.0
 """Every turn may take this long: estimates of short ones are mostly noise."""
 QUEUED_PER_ROW = 4
 """Turns at a replica per row of its engine: what an engine's queue holds."""
+REVIEW_S = 1.0
+"""All that wait are looked at anew this often; in between only where something is new."""
 CONSIDERED_MAX = 64
 """Groups from which a replica may begin a trajectory next; bounds what one decision costs."""
 
@@ -103,6 +106,11 @@ class Placement:
         self._unheard = set(ask)
         self._collect_until = now + COLLECT_S
         self._ends = now + rules.step_s_max
+        self._reviewed = -math.inf
+        self._new_replicas: set[PeerId] = set()
+        """Those with other load than when turns were placed last."""
+        self._new_waiting: set[int] = set()
+        """Trajectories that have come to wait since."""
 
     @property
     def is_done(self) -> bool:
@@ -115,8 +123,11 @@ class Placement:
         if self.is_done:
             return None
         deadlines = [t.deadline for t in self.trajectories if t.deadline is not None]
-        collecting = [self._collect_until] if self._unheard else []
-        return min([self._ends, *deadlines, *collecting])
+        if self._unheard:
+            deadlines.append(self._collect_until)
+        elif self._replicas and any(t.stage is Stage.WAITING for t in self.trajectories):
+            deadlines.append(self._reviewed + REVIEW_S)
+        return min([self._ends, *deadlines])
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Takes in what has happened and says what is to be done. Events of other steps, and news
@@ -160,8 +171,9 @@ class Placement:
         if replica is None:
             replica = Replica(event.worker, event.load, event.rtt_s)
             self._replicas[event.worker] = replica
-        replica.load, replica.rtt_s = event.load, event.rtt_s
+        replica.reported(event.load, event.rtt_s)
         self._unheard.discard(event.worker)
+        self._new_replicas.add(event.worker)
         for held in event.load.held:
             yield from self._further(held, event.worker, now)
 
@@ -178,6 +190,7 @@ class Placement:
         )
         if replica is not None and trajectory.worker == event.worker:
             replica.finished(self._need(trajectory), event.num_reused, self._num_wanted(replica))
+            self._new_replicas.add(event.worker)
 
     def _turn_failed(self, event: TurnFailed, now: float) -> Iterator[Action]:
         trajectory = self._of(event.turn)
@@ -221,6 +234,7 @@ class Placement:
             trajectory.prompt_tokens = held.num_tokens
         if holding is Holding.READY:
             trajectory.stage, trajectory.since = Stage.WAITING, now
+            self._new_waiting.add(trajectory.id)
             if worker in self._replicas:
                 trajectory.home = worker
                 self._replicas[worker].holds(self._need(trajectory))
@@ -267,6 +281,7 @@ class Placement:
         self._leave(trajectory, now)
         trajectory.num_tokens = trajectory.prompt_tokens
         trajectory.stage, trajectory.since = Stage.WAITING, now
+        self._new_waiting.add(trajectory.id)
         trajectory.home, trajectory.computed = None, 0
         if trajectory.tries >= TRIES_MAX:
             reason = f"turn {trajectory.turn} failed {trajectory.tries} times: {reason}"
@@ -284,6 +299,7 @@ class Placement:
         replica = self._replicas.get(trajectory.worker) if trajectory.worker else None
         if replica is not None:
             replica.left(trajectory.id, now)
+            self._new_replicas.add(replica.name)
         trajectory.worker = trajectory.deadline = None
 
     def _forget(self, trajectory: Trajectory) -> None:
@@ -300,6 +316,8 @@ class Placement:
             yield from self._sticky(waiting, now)
         else:
             yield from self._scored(waiting, now)
+        self._new_replicas.clear()
+        self._new_waiting.clear()
 
     def _sticky(self, waiting: Sequence[Trajectory], now: float) -> Iterator[Action]:
         """Each at once: where it was, or where there are fewest requests."""
@@ -316,7 +334,12 @@ class Placement:
         form: Form = War()
         if self._rules.form == "swarm":
             form = Swarm(self._rules.order, replicas, len(waiting), now)
-        for candidate, replica in pairs(self._queues(waiting, now), replicas, form):
+        queues = self._queues(waiting, now)
+        if now >= self._reviewed + REVIEW_S:
+            self._reviewed = now
+            self._new_replicas.update(self._replicas)
+        new = [i for i, q in enumerate(queues) if q[0].need.trajectory in self._new_waiting]
+        for candidate, replica in pairs(queues, replicas, form, new, self._new_replicas):
             yield self._place(self.trajectories[candidate.need.trajectory], replica, now)
 
     def _queues(self, waiting: Sequence[Trajectory], now: float) -> list[deque[Candidate]]:

@@ -89,6 +89,7 @@ class Replica:
         self.name = name
         self.load = load
         self.rtt_s = rtt_s
+        self._token_s: dict[int, float] = {}
         self.window = Window(float(load.num_rows))
         self.memory = PrefixMemory()
         self.num_generating = 0
@@ -100,6 +101,11 @@ class Replica:
         self.cycle_s = 0.0
         """Mean time of a trajectory per turn here, environment included; 0 before it is known."""
         self._prefilled_at = 0.0
+
+    def reported(self, load: Load, rtt_s: float) -> None:
+        """News of its engine."""
+        self.load, self.rtt_s = load, rtt_s
+        self._token_s = {}
 
     @property
     def num_active(self) -> int:
@@ -190,7 +196,9 @@ class Replica:
 
     def token_s(self, batch: int) -> float:
         """Seconds per token of each sequence."""
-        return _interpolated(self.load.token_s, batch)
+        if batch not in self._token_s:
+            self._token_s[batch] = _interpolated(self.load.token_s, batch)
+        return self._token_s[batch]
 
     def _enter(self, need: Need, active: _Active) -> None:
         if not self._groups[need.group]:

@@ -9,14 +9,15 @@ of its prompt, N what the replica is at; WAITING, CACHE > 0 > TURNS, IN_FLIGHT, 
 larger than the next. The paper gives no values; these keep the terms apart at the sizes that occur.
 
 The swarm's form ranks: turns that have waited too long come first, then those whose history lies in
-this cache, since it will not for long; then short trajectories while the cache is under pressure
-(memory comes free soon), long ones while it is not (a step ends with its longest trajectory: Seer,
-Heddle); then what is cached most. A turn fits only if the cache has room for all that is active,
-and suits a replica only if no other is expected to end the trajectory sooner, waiting included.
+this cache, since it will not for long, then new trajectories, then those with a history elsewhere;
+among them short ones while the cache is under pressure (memory comes free soon), long ones while it
+is not (a step ends with its longest trajectory: Seer, Heddle); then what is cached most. A turn
+fits only if the cache has room for all that is active, and suits a replica only if no other is
+expected to end the trajectory sooner, waiting included.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
@@ -31,7 +32,7 @@ MOVE_GAIN = 0.7
 """A trajectory moves if that is expected to leave it less than this share of its time: estimates
 are rough, and a move makes one history be computed twice."""
 
-REFUSALS_MAX = 8
+REFUSALS_MAX = 4
 """Pairs that one replica may be found unsuited for at one time; bounds what a decision costs."""
 
 Order: TypeAlias = Literal["short first", "long first", "by use"]
@@ -95,7 +96,7 @@ class Swarm:
         cached = replica.memory.num_cached(need)
         history = need.num_tokens - need.group_tokens
         is_cached = cached > need.group_tokens + history / 2
-        resumes = 0.5 * (history > 0) * (1 + is_cached)
+        resumes = (1.0 if is_cached else -1.0) if history > 0 else 0.0
         use = self.order == "by use" and replica.use > USE_PRESSED
         turns_left = -need.turns_left if use or self.order == "short first" else need.turns_left
         return candidate.overdue_s, resumes, turns_left, cached / need.num_tokens
@@ -121,13 +122,21 @@ class Swarm:
 
 
 def pairs(
-    queues: Sequence[deque[Candidate]], replicas: Sequence[Replica], form: Form
+    queues: Sequence[deque[Candidate]],
+    replicas: Sequence[Replica],
+    form: Form,
+    new_queues: Sequence[int],
+    new_replicas: Set[PeerId],
 ) -> Iterator[tuple[Candidate, Replica]]:
     """The pairs to place, one after the other; each must be placed before the next is asked for.
 
-    The candidates of a queue are alike, so only the first of each is looked at.
+    The candidates of a queue are alike, so only the first of each is looked at. Looked at are pairs
+    in which something is new: `new_queues` by their index, replicas by name.
     """
-    rankings = [_Ranking(queues, replica, form) for replica in replicas]
+    rankings = [
+        _Ranking(queues, range(len(queues)) if r.name in new_replicas else new_queues, r, form)
+        for r in replicas
+    ]
     while choices := [r for r in rankings if r.best is not None]:
         chosen = max(choices, key=lambda r: r.best or ())
         queue = chosen.queue
@@ -142,9 +151,16 @@ class _Ranking:
     """The queues, best first, as one replica ranks them; nothing changes that but what is placed
     there."""
 
-    def __init__(self, queues: Sequence[deque[Candidate]], replica: Replica, form: Form) -> None:
+    def __init__(
+        self,
+        queues: Sequence[deque[Candidate]],
+        indexes: Sequence[int],
+        replica: Replica,
+        form: Form,
+    ) -> None:
         self.replica = replica
         self._queues = queues
+        self._indexes = indexes
         self._form = form
         self._refused: set[int] = set()
         self._ranked: list[tuple[Key, int, int]] = []
@@ -168,10 +184,10 @@ class _Ranking:
         """Anew, after something was placed here."""
         replica, form, num_free = self.replica, self._form, self.replica.num_free
         self._ranked = sorted(
-            (form.rank(queue[0], replica), num_free, -index)
-            for index, queue in enumerate(self._queues)
-            if num_free > 0
-            if queue and index not in self._refused and form.fits(queue[0], replica)
+            (form.rank(self._queues[index][0], replica), num_free, -index)
+            for index in self._indexes
+            if num_free > 0 and self._queues[index] and index not in self._refused
+            if form.fits(self._queues[index][0], replica)
         )
 
     def refuse(self) -> None:

@@ -116,7 +116,7 @@ def test_a_trajectory_moves_to_where_it_ends_clearly_sooner_between_two_turns() 
 
 
 def test_a_turn_that_waits_at_a_full_home_is_taken_by_another() -> None:
-    placement = Placement(step(1, 3), Rules(), 0.0)
+    placement = Placement(step(1, 2), Rules(), 0.0)
     waits = load(rows=1, held=[held(0, 1, Holding.GENERATING), held(1, 1, Holding.READY)])
     assert after(placement, report(ALICE, waits)) == []
     assert after(placement, report(BOB, load(rows=1))) == [Place(BOB, turn(1, 1))]
