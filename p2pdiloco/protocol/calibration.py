@@ -26,9 +26,9 @@ LEVELS = 16
 LEVELS_PER_DOUBLING = 2
 """Load and one, that is: the first levels end at 0.4, 1, 1.8, 3, 4.7, 7, the last begins at 180."""
 EXTRA_GUESSED = 0.1
-GUESS_ANSWERS = 30
+GUESS_ANSWERS = 100
 """Before anything is known a sync is taken to make a tenth of the answers late, as firmly as if so
-many had been seen: then it is best where few are answered.
+many had been seen, which is some ten syncs: then it is best where few are answered.
 """
 EXTRA_MIN = 0.01
 """No sync counts as harmless: of moments that seem so the quietest is best."""
