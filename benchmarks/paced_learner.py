@@ -68,6 +68,9 @@ class PacedTrainer:
         self.values[p][:] = values
         self.steps[p] = self.tokens[p] = 0
 
+    def add_to_fragment(self, p: int, values: Vector) -> None:
+        self.values[p] += values
+
     def save(self, path: Path) -> None:
         pass
 

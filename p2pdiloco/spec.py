@@ -170,6 +170,9 @@ class SyncSpec(_Section):
     `GlobalM1LocalM2`: so, and learners then wait for the outer gradients of a group; `pairwise`:
     one, drawn anew in each round; `hypercube`: one, in turns; `exponential`: two, in turns; `ring`:
     the same two."""
+    gossip_below_quorum: bool = False
+    """For quorum: whether nodes that are fewer than the quorum mix their learners' values by gossip
+    until more are back. Nothing is merged meanwhile, and no token is lost."""
     mix_group: int = Field(default=2, ge=2, le=64)
     """For GlobalM1LocalM2: members of a group, drawn anew in each round."""
     mix_wire: Literal["float32", "bf16", "int8", "int4"] = "int8"

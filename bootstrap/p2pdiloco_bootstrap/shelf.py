@@ -141,7 +141,9 @@ def exchange_application(
     )
     if gossip is not None:
         app.router.add_get("/v1/predictions", server.predictions)
-        app.router.add_get(rf"/v1/mix/{{part:start|outer}}/{_FRAGMENT}/{_VERSION}", server.mix)
+        app.router.add_get(
+            rf"/v1/mix/{{part:start|outer|local}}/{_FRAGMENT}/{_VERSION}", server.mix
+        )
     return app
 
 

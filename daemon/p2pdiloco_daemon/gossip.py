@@ -11,7 +11,7 @@ from p2pdiloco.errors import P2PDilocoError, PeerError
 from p2pdiloco.learn.predictions import prediction_distance, unpack_predictions
 from p2pdiloco.optim.mixing import Continuation
 from p2pdiloco.protocol import actions, events
-from p2pdiloco.protocol.naming import MixId, PeerId
+from p2pdiloco.protocol.naming import MixId, MixPart, PeerId
 from p2pdiloco_bootstrap.shelf import MixVector
 from p2pdiloco_daemon import learner as learners
 from p2pdiloco_daemon.exchange import Exchange
@@ -19,7 +19,14 @@ from p2pdiloco_daemon.holdings import Holdings
 from p2pdiloco_daemon.mixing import Mixing
 from p2pdiloco_daemon.replica import FragmentState, Vector
 
-GossipAction = actions.OpenMix | actions.FetchMix | actions.CutRound | actions.FinishRound
+GossipAction = (
+    actions.OpenMix
+    | actions.FetchMix
+    | actions.CutRound
+    | actions.FinishRound
+    | actions.TakeValues
+    | actions.BlendValues
+)
 
 COMPARE_S = 20.0
 COMPARED_MAX = 4
@@ -36,6 +43,7 @@ class Learner(Protocol):
     def install(self, fragment: int, version: int, values: Vector) -> None: ...
     def snapshot(self, fragment: int, base_version: int, *, hold: bool = False) -> int: ...
     def end_round(self, fragment: int, version: int, base: Vector, share: float) -> bool: ...
+    def blend(self, fragment: int, version: int, change: Vector) -> bool: ...
 
 
 class Shell(Protocol):
@@ -79,13 +87,17 @@ class GossipErrands:
         self._predictions: bytes | None = None
         self._cuts: dict[int, actions.CutRound] = {}
         self._endings: dict[int, _Ending] = {}
+        self._takes: dict[int, actions.TakeValues] = {}
+        self._blends: dict[int, actions.BlendValues] = {}
+        self._versions: dict[int, int] = {}
+        """From which the values grew that were taken last, by fragment."""
 
     async def vector_for(
         self, peer: str, part: str, fragment: int, round_: int, held: int | None
     ) -> MixVector | None:
         """For the server: to partners of that round, nobody else."""
         await self._holdings.written()  # what we tell of must outlive this process
-        mix = MixId(fragment, round_, "start" if part == "start" else "outer")
+        mix = MixId(fragment, round_, _part(part))
         return await self.mixing.vector_for(PeerId(peer), mix, held)
 
     def predictions(self) -> bytes | None:
@@ -131,6 +143,13 @@ class GossipErrands:
                 self._shell.start(self._go_on(action), f"end round of fragment {fragment}")
             case actions.FinishRound(fragment):
                 self._shell.start(self._install(action), f"end round of fragment {fragment}")
+            case actions.TakeValues(fragment, _, version, _):
+                if learner := self._shell.learner:
+                    self._takes[learner.snapshot(fragment, version)] = action
+                else:
+                    self._values_lost(action, LEARNER_DIED)
+            case actions.BlendValues(fragment):
+                self._shell.start(self._blend(action), f"blend fragment {fragment}")
 
     def on_learner(self, event: learners.LearnerEvent) -> None:
         """After the core was told of it."""
@@ -143,6 +162,8 @@ class GossipErrands:
                 self._snapshot_refused(event)
             case learners.Installed():
                 self._installed(event)
+            case learners.Blended():
+                self._blended(event)
             case learners.Evaluated():
                 self._predictions = event.predictions or None
             case learners.Died():
@@ -202,10 +223,17 @@ class GossipErrands:
     def _snapshot(self, event: learners.Snapshot) -> None:
         if action := self._cuts.pop(event.request_id, None):
             self._shell.start(self._cut(action, event.values), f"cut fragment {event.fragment}")
+        if take := self._takes.pop(event.request_id, None):
+            mix = MixId(take.fragment, take.round, "local")
+            self._versions[take.fragment] = take.version
+            self.mixing.take_values(mix, event.values, take.partners)
+            self._shell.post(events.ValuesTaken(take.fragment, take.round))
 
     def _snapshot_refused(self, event: learners.SnapshotRefused) -> None:
         if action := self._cuts.pop(event.request_id, None):
             self._unfinished(action, event.reason)
+        if take := self._takes.pop(event.request_id, None):
+            self._values_lost(take, event.reason)
 
     async def _cut(self, action: actions.CutRound, local: Vector) -> None:
         mix = MixId(action.fragment, action.round, "outer")
@@ -232,12 +260,39 @@ class GossipErrands:
             del self._endings[event.fragment]
             self._finished(ending.state)
 
+    # ---------------------------------------------------------------- below the quorum
+
+    async def _blend(self, action: actions.BlendValues) -> None:
+        p = action.fragment
+        try:
+            change = await self.mixing.change(MixId(p, action.round, "local"), action.row)
+        except P2PDilocoError as error:
+            self._values_lost(action, str(error))
+            return
+        learner = self._shell.learner
+        self._blends[p] = action
+        if not (learner and learner.blend(p, self._versions[p], change)):
+            self._blends.pop(p, None)
+            self._values_lost(action, LEARNER_DIED)
+
+    def _blended(self, event: learners.Blended) -> None:
+        if action := self._blends.pop(event.fragment, None):
+            if event.done:
+                self._shell.post(events.ValuesBlended(action.fragment, action.round))
+            else:
+                self._values_lost(action, "the learner has received another version")
+
+    def _values_lost(self, action: actions.TakeValues | actions.BlendValues, reason: str) -> None:
+        self._shell.post(events.ValuesLost(action.fragment, action.round, reason))
+
     # ---------------------------------------------------------------- how it ends
 
     def _learner_died(self) -> None:
         for cut in self._cuts.values():
             self._unfinished(cut, LEARNER_DIED)
         self._cuts.clear()
+        self._takes.clear()
+        self._blends.clear()
         for ending in list(self._endings.values()):
             self._drop(ending, LEARNER_DIED)
 
@@ -259,3 +314,11 @@ class GossipErrands:
 
     def _unfinished(self, action: actions.CutRound | actions.FinishRound, reason: str) -> None:
         self._shell.post(events.RoundUnfinished(action.fragment, action.round, reason))
+
+
+def _part(name: str) -> MixPart:
+    """Of a path, which names no others."""
+    match name:
+        case "start" | "outer" | "local":
+            return name
+    raise AssertionError(name)

@@ -25,6 +25,8 @@ from p2pdiloco.optim.fragments import Fragment
 from p2pdiloco.spec import RunSpec
 from p2pdiloco_daemon.bound import bound_command
 from p2pdiloco_daemon.learner_channel import (
+    Blend,
+    Blended,
     ChannelError,
     CheckpointFailed,
     Command,
@@ -56,6 +58,7 @@ from p2pdiloco_daemon.learner_channel import (
 )
 
 __all__ = [
+    "Blended",
     "CheckpointFailed",
     "Died",
     "Evaluated",
@@ -138,6 +141,7 @@ LearnerEvent = (
     | StepsDone
     | Installed
     | RoundLeft
+    | Blended
     | Snapshot
     | SnapshotRefused
     | Evaluated
@@ -204,7 +208,7 @@ class Learner:
         self._sizes = tuple(fragment.size for fragment in options.fragments)
         self._memory = SharedTensors(memory_fd, self._sizes)
         self._child: _Child | None = None
-        self._to_install: dict[int, tuple[Install | EndRound, Vector]] = {}
+        self._to_install: dict[int, tuple[Install | EndRound | Blend, Vector]] = {}
         self._installable = asyncio.Event()
         self._serials = [0] * len(self._sizes)
         self._last_request = 0
@@ -241,6 +245,17 @@ class Learner:
         self._serials[fragment] += 1
         ending = EndRound(fragment, version, self._serials[fragment], share)
         self._to_install[fragment] = (ending, base)
+        self._installable.set()
+        return True
+
+    def blend(self, fragment: int, version: int, change: Vector) -> bool:
+        """Has the learner add `change` to what it has made of `version`; answered by `Blended`,
+        unless it dies or receives the fragment anew. False if it is not running.
+        """
+        assert change.shape == (self._sizes[fragment],) and change.dtype == np.float32
+        if self._ready_child() is None:
+            return False
+        self._to_install[fragment] = (Blend(fragment, version), change)
         self._installable.set()
         return True
 
@@ -381,7 +396,7 @@ class Learner:
             case Ready():
                 child.is_ready = True
                 child.send(SetPaused(self._paused))
-            case Installed():
+            case Installed() | Blended():
                 child.installing.discard(message.fragment)
                 self._installable.set()
             case _:

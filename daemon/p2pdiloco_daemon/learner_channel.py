@@ -78,6 +78,16 @@ class EndRound:
 
 
 @dataclass(frozen=True, slots=True)
+class Blend:
+    """`incoming[fragment]` holds what to add to the local values, if they grew from this version;
+    counters go on. Answered by `Blended`.
+    """
+
+    fragment: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
 class TakeSnapshot:
     """Wanted: the local values that grew from `base_version`, after the install `serial`."""
 
@@ -126,6 +136,7 @@ Command = (
     Start
     | Install
     | EndRound
+    | Blend
     | TakeSnapshot
     | ReleaseSnapshot
     | SetPaused
@@ -195,6 +206,14 @@ class RoundEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class Blended:
+    """`done` if the local values had grown from the version that was named."""
+
+    fragment: int
+    done: bool
+
+
+@dataclass(frozen=True, slots=True)
 class SnapshotTaken:
     """`outgoing[fragment]` holds the local values; read them, then send `ReleaseSnapshot`."""
 
@@ -249,6 +268,7 @@ Message = (
     | StepsDone
     | Installed
     | RoundEnded
+    | Blended
     | SnapshotTaken
     | SnapshotRefused
     | Evaluated

@@ -34,6 +34,8 @@ from p2pdiloco.optim.mixing import Continuation
 from p2pdiloco.spec import RunSpec
 from p2pdiloco_daemon.learner_channel import (
     SAMPLE_TOKENS_MAX,
+    Blend,
+    Blended,
     ChannelError,
     CheckpointFailed,
     Command,
@@ -91,6 +93,8 @@ class Trainer(Protocol):
     def read_fragment(self, p: int, out: Vector) -> None: ...
 
     def overwrite_fragment(self, p: int, values: Vector) -> None: ...
+
+    def add_to_fragment(self, p: int, values: Vector) -> None: ...
 
     def save(self, path: Path) -> None: ...
 
@@ -186,6 +190,8 @@ class LearnerProcess:
                 self._endings.pop(command.fragment, None)
             case EndRound():
                 self._endings[command.fragment] = command
+            case Blend():
+                self._blend(command)
             case TakeSnapshot():
                 if superseded := self._wanted.get(command.fragment):
                     self._refuse(superseded, "a newer request for the same fragment came")
@@ -213,6 +219,13 @@ class LearnerProcess:
             self._held.discard(p)
             self._control.post(Installed(p, arrival.version, steps, tokens))
         self._arrivals.clear()
+
+    def _blend(self, wanted: Blend) -> None:
+        p = wanted.fragment
+        done = self._versions[p] == wanted.version and p not in self._arrivals
+        if done:
+            self._trainer.add_to_fragment(p, self._memory.incoming[p])
+        self._control.post(Blended(p, done))
 
     def _end_rounds(self) -> None:
         for p, ending in sorted(self._endings.items()):

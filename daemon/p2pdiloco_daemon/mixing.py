@@ -31,6 +31,7 @@ from p2pdiloco.optim.mixing import (
 )
 from p2pdiloco.protocol.actions import FinishRound
 from p2pdiloco.protocol.naming import MixId, PeerId
+from p2pdiloco.protocol.topology import Row
 from p2pdiloco_bootstrap.shelf import MixVector
 from p2pdiloco_daemon.holdings import Holdings
 from p2pdiloco_daemon.replica import (
@@ -164,7 +165,7 @@ class Mixing:
         if mix.part == "outer":
             payload = encode(swap.own, settings.outer_wire)
             return MixVector(None, payload), swap.own
-        if not settings.partners_return:
+        if mix.part == "local" or not settings.partners_return:
             payload = encode(swap.own, self._wire(None))
             return MixVector(None, payload), decode(payload, swap.own.size, self._wire(None))
         sent = self._sent[mix.fragment].get(peer)
@@ -187,6 +188,23 @@ class Mixing:
     def _wire(self, held: int | None) -> WireFormat:
         wire = self._settings.start_wire
         return "int8" if held is None and wire == "int4" else wire
+
+    # ---------------------------------------------------------------- below the quorum
+
+    def take_values(self, mix: MixId, values: Vector, partners: Sequence[PeerId]) -> None:
+        """Offers a copy of the learner's values."""
+        self._swaps[mix.fragment, "local"] = _Swap(mix, values, tuple(partners))
+
+    async def change(self, mix: MixId, row: Row) -> Vector:
+        """What the partners' values change of ours."""
+        swap = self._swap(mix)
+        if swap is None:
+            raise StaleBaseError(f"the values of {mix} are kept no more")
+        return await self._holdings.compute(self._change, swap, row)
+
+    @staticmethod
+    def _change(swap: _Swap, row: Row) -> Vector:
+        return mix_parameters(np.zeros_like(swap.own), row, swap.exchanged())
 
     # ---------------------------------------------------------------- the outer step
 

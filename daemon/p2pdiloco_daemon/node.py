@@ -57,6 +57,7 @@ class LearnerCommands(Protocol):
     def install(self, fragment: int, version: int, values: Vector) -> None: ...
     def snapshot(self, fragment: int, base_version: int, *, hold: bool = False) -> int: ...
     def end_round(self, fragment: int, version: int, base: Vector, share: float) -> bool: ...
+    def blend(self, fragment: int, version: int, change: Vector) -> bool: ...
 
 
 SAVED_NODE = "node"
@@ -215,7 +216,12 @@ class NodeShell:
             case actions.InstallFragment(fragment, _):
                 self._install(fragment)
             case (
-                actions.OpenMix() | actions.FetchMix() | actions.CutRound() | actions.FinishRound()
+                actions.OpenMix()
+                | actions.FetchMix()
+                | actions.CutRound()
+                | actions.FinishRound()
+                | actions.TakeValues()
+                | actions.BlendValues()
             ):
                 assert self.gossip, action
                 self.gossip.carry_out(action)

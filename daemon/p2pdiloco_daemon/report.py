@@ -229,8 +229,18 @@ class Reporter:
             return "Training has stopped, as asked; what was merged last is still on its way."
         if idle:
             return f"{idle[0].upper()}{idle[1:]}; {swarm} go on meanwhile."
+        return self._how_it_trains(swarm)
+
+    def _how_it_trains(self, swarm: str) -> str:
+        state = self.node.state
         if self.node.gossiper:
             return f"Training with {swarm}, without a synchronizer; this node learns and mixes."
+        if self.node.fallback and self.node.fallback.active:
+            quorum = state.config.times.quorum
+            return (
+                f"Training with {swarm}, fewer than the quorum of {quorum}: nothing can be merged; "
+                f"until more are back, learners' values are mixed by gossip."
+            )
         post = state.post(state.registers[0])[0]
         role = "and is the synchronizer" if post == state.me else "and contributes its progress"
         return f"Training with {swarm}; this node learns {role}."
@@ -284,7 +294,7 @@ class Reporter:
         )
 
     def _disagreement(self) -> view.Disagreement | None:
-        if not self.shell.gossip:
+        if not (self.shell.gossip and self.node.gossiper):
             return None
         distance = self.shell.gossip.mixing.distance
         parameters, share = distance or (None, None)

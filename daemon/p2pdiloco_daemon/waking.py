@@ -91,9 +91,13 @@ def gossip_plan(spec: RunSpec, run_id: str) -> GossipPlan | None:
     return GossipPlan(mix1=mix1[spec.sync.mix], mix2=mix2, seed=run_id)
 
 
+def _mixes_below_quorum(spec: RunSpec) -> bool:
+    return spec.sync.strategy == "quorum" and spec.sync.gossip_below_quorum
+
+
 def mixing_of(spec: RunSpec, holdings: Holdings, me: PeerId) -> Mixing | None:
-    """The arithmetic of a run that gossips."""
-    if spec.sync.strategy != "gossip":
+    """The arithmetic of a run that gossips, always or below its quorum."""
+    if spec.sync.strategy != "gossip" and not _mixes_below_quorum(spec):
         return None
     settings = MixSettings(
         me=me,
@@ -153,6 +157,7 @@ def wake_up(
         pacing=spec.sync.pacing,
         contributors_max=spec.limits.max_contributors,
         gossip=plan,
+        mixes_below_quorum=_mixes_below_quorum(spec),
         blocks=spec.sync.strategy == "diloco",
     )
     node = _revive(config, signer, now, chains, kept.get("core"))

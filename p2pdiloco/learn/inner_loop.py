@@ -118,6 +118,14 @@ class InnerLoop:
                 self._parameters[slot.name].copy_(source[slot.span].view(slot.shape))
         self.steps[p] = self.tokens[p] = 0
 
+    def add_to_fragment(self, p: int, values: npt.NDArray[np.float32]) -> None:
+        """Adds `values`, f32 [n], to fragment p; its counters go on."""
+        change = torch.from_numpy(_checked(values, self.fragments[p]))
+        with torch.no_grad():
+            for slot in self.fragments[p].slots:
+                parameter = self._parameters[slot.name]
+                parameter.add_(change[slot.span].view(slot.shape).to(parameter.device))
+
     def save(self, path: Path) -> None:
         """Writes Adam's moments, the stream's cursor and the step count; not the weights.
 

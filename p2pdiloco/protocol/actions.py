@@ -164,6 +164,29 @@ class FinishRound:
     outers: Row | None
 
 
+@dataclass(frozen=True, slots=True)
+class TakeValues:
+    """Copy what the learner has made of `version` of the fragment, for these partners to fetch.
+    Answer: ValuesTaken or ValuesLost.
+    """
+
+    fragment: int
+    round: int
+    version: int
+    partners: tuple[PeerId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlendValues:
+    """Have the learner add the weighted differences of the partners' values to its own; its
+    counters go on. Answer: ValuesBlended or ValuesLost.
+    """
+
+    fragment: int
+    round: int
+    row: Row
+
+
 Action = (
     Send
     | Note
@@ -180,4 +203,6 @@ Action = (
     | FetchMix
     | CutRound
     | FinishRound
+    | TakeValues
+    | BlendValues
 )

@@ -244,6 +244,31 @@ class RoundUnfinished:
 
 
 @dataclass(frozen=True, slots=True)
+class ValuesTaken:
+    """Answers TakeValues: partners may fetch the copy."""
+
+    fragment: int
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class ValuesBlended:
+    """Answers BlendValues: the learner has added what partners differ by."""
+
+    fragment: int
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class ValuesLost:
+    """Answers TakeValues or BlendValues: the learner died, or stands on another version."""
+
+    fragment: int
+    round: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class WrongBytes:
     """A donor sent bytes that are not those of the digest it was asked for."""
 
@@ -286,6 +311,9 @@ Event = (
     | RoundCut
     | RoundFinished
     | RoundUnfinished
+    | ValuesTaken
+    | ValuesBlended
+    | ValuesLost
     | WrongBytes
     | SettleAsked
     | LeaveAsked

@@ -57,6 +57,9 @@ MixEvent = (
     | events.RoundCut
     | events.RoundFinished
     | events.RoundUnfinished
+    | events.ValuesTaken
+    | events.ValuesBlended
+    | events.ValuesLost
 )
 
 
@@ -195,6 +198,8 @@ class Gossiper:
                 self._finished(event)
             case events.RoundUnfinished():
                 self._unfinished(event)
+            case events.ValuesTaken() | events.ValuesBlended() | events.ValuesLost():
+                raise AssertionError(f"{event} in a run that always gossips")
             case _:
                 assert_never(event)
 

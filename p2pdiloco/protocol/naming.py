@@ -38,15 +38,19 @@ class RoundId:
         return f"fragment {self.fragment} v{self.version} (term {self.term}.{self.attempt})"
 
 
+MixPart = Literal["start", "outer", "local"]
+"""The parameters at the start of a round, the outer gradient at its end; or the learner's values,
+in a swarm below its quorum.
+"""
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class MixId:
-    """One exchange of vectors among partners that gossip: in `round` of a fragment its `part`, the
-    parameters at the start of the round or the outer gradient at its end.
-    """
+    """One exchange of vectors among partners that gossip: in `round` of a fragment its `part`."""
 
     fragment: int
     round: int
-    part: Literal["start", "outer"]
+    part: MixPart
 
     def __str__(self) -> str:
         return f"{self.part} of round {self.round} of fragment {self.fragment}"

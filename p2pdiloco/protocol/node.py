@@ -17,6 +17,7 @@ from typing import Any, assert_never
 from p2pdiloco.errors import PeerError
 from p2pdiloco.protocol import contributor, events
 from p2pdiloco.protocol.actions import Action
+from p2pdiloco.protocol.fallback import Fallback
 from p2pdiloco.protocol.follower import Follower
 from p2pdiloco.protocol.gossip import Gossiper
 from p2pdiloco.protocol.ledger import Ledger
@@ -86,6 +87,7 @@ class Node:
         self.follower = Follower(self.state, self.synchronizer)
         plan = config.gossip
         self.gossiper = Gossiper(self.state, self.follower, plan) if plan else None
+        self.fallback = Fallback(self.state) if config.mixes_below_quorum else None
         self.history: deque[tuple[float, events.Event]] = deque(maxlen=EVENTS_KEPT)
         self._heads = [NO_HEAD] * num
         self._sequence = 0
@@ -190,6 +192,8 @@ class Node:
                 contributor.learner_started(state)
             case events.LearnerStopped(reason):
                 contributor.learner_stopped(state, reason)
+                if self.fallback:
+                    self.fallback.learner_stopped()
                 if self.gossiper:
                     self.gossiper.learner_stopped()
             case events.FragmentInstalled():
@@ -197,6 +201,8 @@ class Node:
                     self.gossiper.installed(event)
                 else:
                     contributor.installed(state, event)
+                if self.fallback:
+                    self.fallback.installed(event.fragment)
             case events.ContributionPrepared():
                 self._contribution_prepared(event)
             case events.ContributionFailed():
@@ -229,9 +235,13 @@ class Node:
                 | events.RoundCut()
                 | events.RoundFinished()
                 | events.RoundUnfinished()
+                | events.ValuesTaken()
+                | events.ValuesBlended()
+                | events.ValuesLost()
             ):
-                assert self.gossiper, event
-                self.gossiper.handle(event)
+                mixes = self.gossiper or self.fallback
+                assert mixes, event
+                mixes.handle(event)
             case events.SettleAsked():
                 state.settling = True
                 self._heartbeat()
@@ -257,9 +267,10 @@ class Node:
             case Left():
                 self.state.membership.left(sender)
             case Mixing():
-                if not self.gossiper:
+                mixes = self.gossiper or self.fallback
+                if not mixes:
                     raise PeerError("it gossips, this run has synchronizers")
-                self.gossiper.mixing(sender, message)
+                mixes.mixing(sender, message)
             case _ if self.gossiper:
                 raise PeerError(f"it speaks of a {message.kind}, this run gossips")
             case Committed(record):
@@ -433,6 +444,8 @@ class Node:
             self.follower.look_around()
             self._start_from_genesis()
             self.synchronizer.lose_patience()
+            if self.fallback:
+                self.fallback.beat()
         self.synchronizer.look_around()
 
     def _look_around_for_partners(self, gossiper: Gossiper, beats: bool) -> None:

@@ -76,6 +76,8 @@ class NodeConfig:
     contributors_max: int = CONTRIBUTORS_MAX
     gossip: GossipPlan | None = None
     """Without a synchronizer."""
+    mixes_below_quorum: bool = False
+    """See `fallback.py`."""
     blocks: bool = False
     """Synchronous DiLoCo: learners stand still from their snapshot to the merge, which waits for
     all of them."""

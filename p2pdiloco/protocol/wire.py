@@ -17,6 +17,7 @@ from p2pdiloco.protocol.naming import (
     Count,
     Digest,
     FragmentIndex,
+    MixPart,
     PeerText,
     RoundId,
     Seconds,
@@ -164,7 +165,7 @@ class Link(NamedTuple):
 
     fragment: FragmentIndex
     round: Annotated[int, Field(ge=0, lt=2**53)]
-    part: Literal["start", "outer"]
+    part: MixPart
     stage: LinkStage
     weight: Annotated[float, Field(gt=0, le=1)]
 

@@ -44,6 +44,8 @@ class LearnerModel:
     asked: dict[int, RoundId] = field(default_factory=dict)
     ending: dict[int, actions.CutRound | actions.FinishRound] = field(default_factory=dict)
     """Rounds of gossip to be ended at the next boundary, by fragment."""
+    visits: list[actions.TakeValues | actions.BlendValues] = field(default_factory=list)
+    """What is to be done at the next boundary, in a swarm below its quorum."""
     held_for: set[int] = field(default_factory=set)
     """Fragments whose snapshot it will stand still after."""
     cut: set[int] = field(default_factory=set)
@@ -62,7 +64,7 @@ class LearnerModel:
         self.held = [None] * self.num_fragments
         self.steps = [0] * self.num_fragments
         self.waiting, self.asked, self.ending = {}, {}, {}
-        self.held_for, self.cut = set(), set()
+        self.visits, self.held_for, self.cut = [], set(), set()
 
     def stop(self) -> None:
         self.alive, self.stepping, self.resume = False, False, None
@@ -187,6 +189,9 @@ class Training:
             self._snapshot(machine, p)
         for p in sorted(p for p in learner.ending if learner.steps[p]):
             world.mixings.reached(machine, learner.ending.pop(p))
+        visits, learner.visits = learner.visits, []
+        for visit in visits:
+            world.mixings.visited(machine, visit)
         self._go_on(machine)
 
     def go_on_if_whole(self, machine: Machine) -> None:
@@ -199,7 +204,9 @@ class Training:
         learner.stepping = learner.alive and learner.complete and not learner.cut
         if learner.stepping:
             learner.pace_s = learner.step_s * learner.slowdown * world.rng.uniform(0.9, 1.1)
-            learner.num_ahead = 1 if learner.asked or learner.ending else world.swarm.quiet_steps
+            learner.num_ahead = (
+                1 if learner.asked or learner.ending or learner.visits else world.swarm.quiet_steps
+            )
             learner.next_boundary = world.now + learner.num_ahead * learner.pace_s
             self._await_boundary(machine)
 

@@ -152,6 +152,30 @@ class Mixings:
             self.last_mixed[machine.name, p] = world.now
         world.handle(machine, events.RoundFinished(p, state.version, state.digest))
 
+    # ---------------------------------------------------------------- below the quorum
+
+    def visit(self, machine: Machine, action: actions.TakeValues | actions.BlendValues) -> None:
+        """At the learner's next boundary."""
+        if not machine.learner.alive:
+            self.world.handle(machine, _lost(action))
+            return
+        machine.learner.visits.append(action)
+        self.world.training.cut_short(machine)
+
+    def visited(self, machine: Machine, action: actions.TakeValues | actions.BlendValues) -> None:
+        """The values are not modelled: what counts is who mixes with whom, and when."""
+        world, p = self.world, action.fragment
+        held, mix = machine.learner.held[p], MixId(p, action.round, "local")
+        if isinstance(action, actions.TakeValues):
+            if not held or held.version != action.version:
+                world.handle(machine, _lost(action))
+                return
+            self._offer(machine, Offer(mix, action.partners, 0.0))
+            world.handle(machine, events.ValuesTaken(p, action.round))
+            return
+        self._mixed(machine, mix, action.row)
+        world.handle(machine, events.ValuesBlended(p, action.round))
+
     # ---------------------------------------------------------------- looking
 
     def one_sided(self, since: float, until: float) -> int:
@@ -164,3 +188,7 @@ class Mixings:
         values = [self.value(s) for m in self.world.up if (s := m.replica[fragment])]
         mean = sum(values) / len(values)
         return sum((value - mean) ** 2 for value in values) / len(values)
+
+
+def _lost(action: actions.TakeValues | actions.BlendValues) -> events.ValuesLost:
+    return events.ValuesLost(action.fragment, action.round, "the learner died or moved on")

@@ -77,6 +77,7 @@ class Swarm:
     """Without a synchronizer."""
     blocks: bool = False
     """Synchronous DiLoCo."""
+    mixes_below_quorum: bool = False
 
     @property
     def times(self) -> SyncTimes:
@@ -270,6 +271,7 @@ class World:
             term_merges=self.swarm.term_merges,
             gossip=self.swarm.gossip,
             blocks=self.swarm.blocks,
+            mixes_below_quorum=self.swarm.mixes_below_quorum,
         )
 
     def _discover(self, machine: Machine, life: int) -> None:
@@ -422,6 +424,8 @@ class World:
                 self.mixings.fetch(machine, mix, peer)
             case actions.CutRound() | actions.FinishRound():
                 self.mixings.end(machine, action)
+            case actions.TakeValues() | actions.BlendValues():
+                self.mixings.visit(machine, action)
             case _:
                 assert_never(action)
 

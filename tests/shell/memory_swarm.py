@@ -8,7 +8,7 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,7 +23,6 @@ from p2pdiloco.protocol.naming import PeerId
 from p2pdiloco.protocol.node import Node
 from p2pdiloco.protocol.pacing import SyncTimes
 from p2pdiloco.protocol.state import NodeConfig
-from p2pdiloco.protocol.topology import GossipPlan
 from p2pdiloco.simulation.machine import KeyedSigner
 from p2pdiloco_bootstrap.serving import Body, FilePart
 from p2pdiloco_bootstrap.shelf import Contribution, GossipShelf, MixVector, RecordsPage
@@ -227,6 +226,8 @@ class FakeLearner:
     """Fragments for which it stands still once their snapshot was taken."""
     endings: dict[int, tuple[int, Vector, float]] = field(default_factory=dict)
     """Fragment -> (version, base, share) to go on from."""
+    blends: dict[int, tuple[int, Vector]] = field(default_factory=dict)
+    """Fragment -> (version, what to add)."""
     num_requests: int = 0
     paused: bool = False
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(1))
@@ -243,6 +244,10 @@ class FakeLearner:
 
     def end_round(self, fragment: int, version: int, base: Vector, share: float) -> bool:
         self.endings[fragment] = (version, base, share)
+        return True
+
+    def blend(self, fragment: int, version: int, change: Vector) -> bool:
+        self.blends[fragment] = (version, change)
         return True
 
     async def run(self) -> None:
@@ -264,6 +269,12 @@ class FakeLearner:
         for p, ending in list(self.endings.items()):
             if self.steps[p]:
                 self._go_on(p, *ending)
+        for p, (version, change) in self.blends.items():
+            done = self.versions[p] == version
+            if done:
+                self.values[p] += change
+            self.on_event(learners.Blended(p, done))
+        self.blends = {}
         for p, (request_id, base) in list(self.asked.items()):
             if self.versions.get(p, -1) > base:
                 del self.asked[p]
@@ -336,12 +347,12 @@ def new_node(
     me: PeerId = A,
     kind: type[Node] = Node,
     term_merges: int = 2,
-    gossip: GossipPlan | None = None,
+    **changes: Any,
 ) -> Node:
-    """The core, with what is on disk."""
+    """The core, with what is on disk; `changes` are fields of its config."""
     signer = KeyedSigner(me)
     digests = [state.digest for state in GENESIS]
-    chains = holdings.resume(RUN, digests, signer, unvouched=gossip is not None)
+    chains = holdings.resume(RUN, digests, signer, unvouched="gossip" in changes)
     saved = holdings.load_json("node") or {}
     config = NodeConfig(
         run_id=RUN,
@@ -353,9 +364,10 @@ def new_node(
         times=TIMES,
         term_merges=term_merges,
         pacing=PACING,
-        gossip=gossip,
     )
-    node = kind(config, signer, random.Random(me), now, chains, saved.get("core"))
+    node = kind(
+        replace(config, **changes), signer, random.Random(me), now, chains, saved.get("core")
+    )
     holdings.store.save_json("node", saved_state(node))
     return node
 
@@ -381,15 +393,15 @@ async def open_node(
     directory: Path,
     me: PeerId = A,
     kind: type[Node] = Node,
-    gossip: GossipPlan | None = None,
+    **changes: Any,
 ) -> AsyncIterator[Living]:
     """A node whose owner runs; its learner is not started yet."""
     async with AsyncExitStack() as stack:
         holdings = await stack.enter_async_context(open_holdings(directory))
         now = asyncio.get_running_loop().time()
-        node = await holdings.disk.run(lambda: new_node(holdings, now, me, kind, gossip=gossip))
+        node = await holdings.disk.run(lambda: new_node(holdings, now, me, kind, **changes))
         async with asyncio.TaskGroup() as tasks:
-            mixing = _mixing(holdings, me) if gossip else None
+            mixing = _mixing(holdings, me) if changes else None
             shell = NodeShell(node, holdings, MemoryExchange(me, network), tasks, mixing)
             if shell.gossip:
                 network.gossip[me] = shell.gossip
@@ -421,10 +433,10 @@ async def live(
     directory: Path,
     me: PeerId,
     nodes: dict[PeerId, Living],
-    gossip: GossipPlan | None = None,
+    **changes: Any,
 ) -> None:
     """A whole node, until it is cancelled, which is its `kill -9`."""
-    async with open_node(network, directory, me, gossip=gossip) as living:
+    async with open_node(network, directory, me, **changes) as living:
         nodes[me] = living
         living.start_learner()
         living.tasks.create_task(_keep_house(living), name="housekeeping")
@@ -441,16 +453,16 @@ async def _keep_house(living: Living) -> None:
 class Swarm:
     """Nodes by name; each has a directory, which survives it."""
 
-    def __init__(self, directory: Path, gossip: GossipPlan | None = None) -> None:
+    def __init__(self, directory: Path, **changes: Any) -> None:
         self.network = Network()
-        self._gossip = gossip
+        self._changes = changes
         self.nodes: dict[PeerId, Living] = {}
         self._directory = directory
         self._lives: dict[PeerId, asyncio.Task[None]] = {}
 
     def start(self, *peers: PeerId) -> None:
         for me in peers:
-            life = live(self.network, self._directory / me, me, self.nodes, self._gossip)
+            life = live(self.network, self._directory / me, me, self.nodes, **self._changes)
             self._lives[me] = asyncio.create_task(life, name=me)
 
     async def kill(self, *peers: PeerId) -> None:
@@ -482,9 +494,11 @@ class Swarm:
 SwarmScenario = Callable[[Swarm], Coroutine[None, None, None]]
 
 
-def play_swarm(directory: Path, scenario: SwarmScenario, gossip: GossipPlan | None = None) -> None:
+def play_swarm(directory: Path, scenario: SwarmScenario, **changes: Any) -> None:
+    """`changes` are fields of the nodes' configs: nodes that gossip, or a quorum."""
+
     async def main() -> None:
-        swarm = Swarm(directory, gossip)
+        swarm = Swarm(directory, **changes)
         try:
             await scenario(swarm)
         finally:

@@ -1,10 +1,23 @@
 """Real shells gossip in virtual time: no synchronizer, nobody waits, nobody drifts away."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from memory_swarm import BOOT, FRAGMENTS, TARGET, A, B, C, Swarm, play_swarm, rot
+from memory_swarm import (
+    BOOT,
+    FRAGMENTS,
+    TARGET,
+    TIMES,
+    TOKENS_PER_STEP,
+    A,
+    B,
+    C,
+    Swarm,
+    play_swarm,
+    rot,
+)
 
 from p2pdiloco.protocol.topology import PAIRS, GossipPlan, everybody, hypercube
 
@@ -44,7 +57,7 @@ def test_three_nodes_train_towards_the_same(tmp_path: Path, mix1: str) -> None:
         assert sum(swarm.network.mixed.values()) > 100
         assert_ledgers_add_up(swarm)
 
-    play_swarm(tmp_path, scenario, plan(mix1))
+    play_swarm(tmp_path, scenario, gossip=plan(mix1))
 
 
 def test_no_token_is_overwritten_and_no_learner_waits(tmp_path: Path) -> None:
@@ -56,7 +69,7 @@ def test_no_token_is_overwritten_and_no_learner_waits(tmp_path: Path) -> None:
             assert not totals.lost and not totals.rejected and totals.merged > 0
             assert living.learner.steps_total > 0.9 * MINUTE / living.learner.step_s - 10
 
-    play_swarm(tmp_path, scenario, plan())
+    play_swarm(tmp_path, scenario, gossip=plan())
 
 
 def test_a_blocking_mix_brings_nodes_nearer_at_the_price_of_standing_still(
@@ -73,7 +86,7 @@ def test_a_blocking_mix_brings_nodes_nearer_at_the_price_of_standing_still(
         assert any("then 1" in reason for reason in blocked), blocked
         assert_ledgers_add_up(swarm)
 
-    play_swarm(tmp_path, scenario, plan("everybody", blocks=True))
+    play_swarm(tmp_path, scenario, gossip=plan("everybody", blocks=True))
 
 
 def test_a_node_that_is_alone_goes_on_and_is_joined(tmp_path: Path) -> None:
@@ -88,7 +101,7 @@ def test_a_node_that_is_alone_goes_on_and_is_joined(tmp_path: Path) -> None:
         assert swarm.network.mixed[A] and swarm.network.mixed[B]
         assert apart(swarm) < 0.2
 
-    play_swarm(tmp_path, scenario, plan())
+    play_swarm(tmp_path, scenario, gossip=plan())
 
 
 def test_a_killed_node_comes_back_from_its_directory(tmp_path: Path) -> None:
@@ -107,7 +120,7 @@ def test_a_killed_node_comes_back_from_its_directory(tmp_path: Path) -> None:
         assert later.merged >= tokens.merged - tokens.merged // 10
         assert abs(min(swarm.nodes[A].versions) - min(swarm.nodes[B].versions)) <= 1
 
-    play_swarm(tmp_path, scenario, plan())
+    play_swarm(tmp_path, scenario, gossip=plan())
 
 
 def test_damaged_memory_is_replaced_from_the_own_disk(tmp_path: Path) -> None:
@@ -121,4 +134,46 @@ def test_damaged_memory_is_replaced_from_the_own_disk(tmp_path: Path) -> None:
         assert abs(float(anchors(swarm)[0].mean()) - TARGET) < 0.3
         assert_ledgers_add_up(swarm)
 
-    play_swarm(tmp_path, scenario, plan())
+    play_swarm(tmp_path, scenario, gossip=plan())
+
+
+# -------------------------------------------------------------------- below the quorum
+
+QUORUM_OF_THREE = replace(TIMES, quorum=3)
+
+
+def test_too_few_for_a_merge_mix_their_values_and_lose_no_token(tmp_path: Path) -> None:
+    """Two of three train on; when the third comes, what they have learnt is merged."""
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start(A, B)
+        await swarm.train(2 * MINUTE)
+        assert max(swarm.versions()) == 0
+        for living in swarm.nodes.values():
+            fallback, totals = living.node.fallback, living.node.state.ledger.totals()
+            assert fallback and fallback.active and fallback.mixed > 10
+            assert totals.pending == totals.processed > 0
+        learners = [living.learner for living in swarm.nodes.values()]
+        for p in range(len(FRAGMENTS)):
+            assert np.abs(learners[0].values[p] - learners[1].values[p]).max() < 0.2
+        swarm.start(C)
+        await swarm.train(MINUTE)
+        await swarm.settle()
+        assert min(swarm.versions()) >= 2
+        digests = [living.digests for living in swarm.nodes.values()]
+        assert digests[0] == digests[1] == digests[2]
+        assert not any(n.node.fallback and n.node.fallback.active for n in swarm.nodes.values())
+        merged = [n.node.state.ledger.totals().merged for n in swarm.nodes.values()]
+        assert min(merged[:2]) > 0.5 * 2 * MINUTE / 0.5 * TOKENS_PER_STEP * len(FRAGMENTS)
+        assert_ledgers_add_up(swarm)
+
+    play_swarm(tmp_path, scenario, times=QUORUM_OF_THREE, mixes_below_quorum=True)
+
+
+def test_without_leave_too_few_train_apart(tmp_path: Path) -> None:
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start(A, B)
+        await swarm.train(MINUTE)
+        assert not swarm.network.mixed and max(swarm.versions()) == 0
+
+    play_swarm(tmp_path, scenario, times=QUORUM_OF_THREE)

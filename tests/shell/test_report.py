@@ -91,7 +91,7 @@ def test_a_node_that_gossips_says_so_and_how_far_apart_it_is(tmp_path: Path) -> 
         assert status.disagreement and 0 < (status.disagreement.parameters_share or 0) < 0.1
         assert {r.outcome for r in status.rounds} == {"mixed"}
 
-    play_swarm(tmp_path, scenario, GossipPlan(mix1=PAIRS, mix2=None, seed="test"))
+    play_swarm(tmp_path, scenario, gossip=GossipPlan(mix1=PAIRS, mix2=None, seed="test"))
 
 
 def test_a_dead_bootstrap_peer_worries_nobody_who_trains(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from p2pdiloco.protocol.topology import PAIRS, GossipPlan, Topology, everybody, 
 from p2pdiloco.simulation.faults import Crash, Partition
 from p2pdiloco.simulation.network import Quality
 from p2pdiloco.simulation.schedule import inflict
-from p2pdiloco.simulation.trial import finish_gossip, run_gossip_trial
+from p2pdiloco.simulation.trial import finish, finish_gossip, run_gossip_trial
 from p2pdiloco.simulation.world import Swarm, World
 
 NUM_TRIALS = 20
@@ -116,6 +116,28 @@ def test_a_machine_that_lost_its_disk_begins_where_the_others_are() -> None:
     versions = [state.version for m in world.up for state in m.replica[:1] if state]
     assert len(versions) == 3 and max(versions) - min(versions) <= 1
     finish_gossip(world)
+
+
+# -------------------------------------------------------------------- below the quorum
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_swarm_that_loses_its_quorum_mixes_and_is_one_lineage_again_afterwards(
+    seed: int,
+) -> None:
+    swarm = Swarm(num_machines=4, num_fragments=2, quorum=3, mixes_below_quorum=True)
+    world = World(seed, swarm)
+    world.start_all()
+    lost = [Crash(name(1), 60.0), Crash(name(2), 50.0)]
+    end = inflict(world, [(20.0 + index, crash) for index, crash in enumerate(lost)])
+    world.run(until=60.0)
+    here = [machine.node.fallback for machine in world.up if machine.node]
+    assert len(here) == 2 and all(each and each.active and each.mixed > 4 for each in here)
+    assert max(world.checkers.last_merge.values()) < 30.0  # three are needed for a merge
+    world.run(until=end)
+    finish(world)
+    for machine in world.up:
+        assert machine.node and machine.node.fallback and not machine.node.fallback.active
 
 
 # -------------------------------------------------------------------- synchronous DiLoCo

@@ -137,6 +137,7 @@ def make_node(
     pacing: str = "fixed",
     gossip: GossipPlan | None = None,
     blocks: bool = False,
+    mixes_below_quorum: bool = False,
     **times: Any,
 ) -> Node:
     config = NodeConfig(
@@ -151,6 +152,7 @@ def make_node(
         pacing=pacing,
         gossip=gossip,
         blocks=blocks,
+        mixes_below_quorum=mixes_below_quorum,
     )
     return Node(config, FakeSigner(me), random.Random(1), 0.0, chains, saved)
 

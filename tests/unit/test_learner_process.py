@@ -14,6 +14,8 @@ import pytest
 from p2pdiloco.errors import StoreError
 from p2pdiloco.learn.inner_loop import StepResult
 from p2pdiloco_daemon.learner_channel import (
+    Blend,
+    Blended,
     ChannelError,
     CheckpointFailed,
     Command,
@@ -78,6 +80,9 @@ class FakeTrainer:
     def overwrite_fragment(self, p: int, values: npt.NDArray[np.float32]) -> None:
         self.values[p][:] = values
         self.steps[p] = self.tokens[p] = 0
+
+    def add_to_fragment(self, p: int, values: npt.NDArray[np.float32]) -> None:
+        self.values[p] += values
 
     def save(self, path: Path) -> None:
         if self.disk_full:
@@ -258,6 +263,13 @@ def test_a_round_ends_after_a_first_step_and_once_its_vector_is_free(scene: Scen
     }
     ended = [message for message in scene.run(script) if isinstance(message, RoundEnded)]
     assert [(m.fragment, m.version, m.steps) for m in ended] == [(1, 1, 2), (0, 1, 4), (1, 2, 3)]
+
+
+def test_what_partners_differ_by_is_added_while_counters_go_on(scene: Scene) -> None:
+    scene.memory.incoming[0][:] = 10
+    heard = scene.run({0: BOTH, 2: [Blend(0, 0)], 3: [Blend(0, 7), Stop()]})
+    assert [m for m in heard if isinstance(m, Blended)] == [Blended(0, True), Blended(0, False)]
+    assert scene.trainer.steps[0] == 3
 
 
 def test_held_it_stands_still_until_the_fragment_is_installed(scene: Scene) -> None:
