@@ -175,6 +175,9 @@ class SyncSpec(_Section):
     until more are back. Nothing is merged meanwhile, and no token is lost."""
     mix_group: int = Field(default=2, ge=2, le=64)
     """For GlobalM1LocalM2: members of a group, drawn anew in each round."""
+    mix2_tensors: Literal["all", "ends"] = "all"
+    """For GlobalM1LocalM2: of which tensors the outer gradients are waited for. `ends`: embedding,
+    head and the two shallowest layers, which the paper found to suffice."""
     mix_wire: Literal["float32", "bf16", "int8", "int4"] = "int8"
     """For gossip: what parameters become on their way; with partners that return, their change."""
     pacing: Literal["fixed", "load", "pressure-gate", "workload-aware", "calibrated", "random"] = (

@@ -24,6 +24,7 @@ from p2pdiloco.optim.merge import MergeRule, norm
 from p2pdiloco.optim.mixing import (
     Continuation,
     Exchanged,
+    Part,
     WorkerState,
     finish_round,
     mix_gradients,
@@ -59,6 +60,8 @@ class MixSettings:
     start_wire: WireFormat
     outer_wire: WireFormat
     merge_rule: MergeRule
+    outer_parts: tuple[Part, ...]
+    """Of each fragment, the tensors that Mix2 is for."""
     partners_return: bool
     """Whether the topology names the same partners again and again."""
 
@@ -101,6 +104,8 @@ class Mixing:
         self._held: list[OrderedDict[PeerId, tuple[int, Vector]]] = [
             OrderedDict() for _ in self._replica.fragments
         ]
+        self._gradients: dict[int, Vector] = {}
+        """Our whole outer gradients, of rounds that were cut."""
         self._distances: dict[int, tuple[float, float]] = {}
         """By fragment: squared distance to partners, mean, and own squared length."""
 
@@ -178,7 +183,9 @@ class Mixing:
     def _decode(self, mix: MixId, payload: Buffer, base: Vector | None) -> Vector:
         p, size = mix.fragment, self._replica.fragments[mix.fragment].size
         if mix.part == "outer":
-            return self._replica.decode_contribution(p, payload)
+            delta = decode(payload, self._outer_part(p).layout.size, self._settings.outer_wire)
+            self._replica.check_outer_gradient(p, delta)
+            return delta
         wire = self._wire(None if base is None else 0)
         known = np.zeros(size, np.float32) if base is None else base
         theirs = decode_difference(bytes(payload), known, wire)
@@ -236,11 +243,15 @@ class Mixing:
         self._swaps[mix.fragment, "outer"] = swap
 
     def _cut(self, mix: MixId, local: Vector, partners: tuple[PeerId, ...]) -> _Swap:
-        """All of a group mix the same vectors: ours is what the others decode."""
-        start = self._swaps[mix.fragment, "start"].own
-        wire = self._settings.outer_wire
-        payload = encode(start - local, wire)
-        own = decode(payload, start.size, wire)
+        """All of a group mix the same vectors: ours is what the others decode. What is not mixed
+        stays as it was.
+        """
+        start, wire = self._swaps[mix.fragment, "start"].own, self._settings.outer_wire
+        part = self._outer_part(mix.fragment)
+        gradient = start - local
+        payload = encode(part.take(gradient), wire)
+        own = decode(payload, part.layout.size, wire)
+        self._gradients[mix.fragment] = gradient
         swap = _Swap(mix, own, partners)
         swap.coded[self._settings.me, None] = MixVector(None, payload), own
         return swap
@@ -253,18 +264,19 @@ class Mixing:
         state, mixed = self._mixed_start(action)
         swap = self._swaps[p, "outer"]
         assert action.outers
-        mine = {settings.me: swap.own}
-        gradient = mix_gradients(
-            settings.me,
-            mine | swap.theirs,
-            action.outers,
-            self._replica.fragments[p],
-            settings.merge_rule,
+        part, mine = self._outer_part(p), {settings.me: swap.own}
+        mixed_part = mix_gradients(
+            settings.me, mine | swap.theirs, action.outers, part.layout, settings.merge_rule
         )
+        gradient = part.put(self._gradients[p], mixed_part)
         after = finish_round(
             _worker(state), mixed, gradient, settings.learning_rate, settings.momentum
         )
         return make_finite_state(p, action.version, after.start, after.momentum)
+
+    def _outer_part(self, fragment: int) -> Part:
+        """The tensors of a fragment that Mix2 is for."""
+        return self._settings.outer_parts[fragment]
 
     def _mixed_start(self, action: FinishRound) -> tuple[FragmentState, Vector]:
         state, exchanged = self._base(action), self._swaps[action.fragment, "start"].exchanged()

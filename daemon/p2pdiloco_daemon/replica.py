@@ -135,11 +135,15 @@ class Replica:
         PayloadError otherwise.
         """
         delta = decode(payload, self.fragments[fragment].size, self._wire)
+        self.check_outer_gradient(fragment, delta)
+        return delta
+
+    def check_outer_gradient(self, fragment: int, delta: Vector) -> None:
+        """PayloadError if it, or this part of it, is zero or longer than plausible."""
         length = norm(delta)
         if length == 0:
             raise PayloadError(f"an outer gradient of fragment {fragment} that is zero")
         self._check_length(length, self._newest(fragment))
-        return delta
 
     def merge(self, fragment: int, parts: Sequence[tuple[Vector, float]]) -> bytes:
         """The merged outer gradient of (outer gradient, weight) parts, encoded once for

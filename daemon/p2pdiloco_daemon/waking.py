@@ -9,7 +9,8 @@ from typing import Any
 import psutil
 
 from p2pdiloco.errors import UserError
-from p2pdiloco.optim.fragments import Fragment
+from p2pdiloco.optim.fragments import Fragment, fragments_of
+from p2pdiloco.optim.mixing import Part, end_tensors, part_of
 from p2pdiloco.protocol.lineage import Chain, Signer
 from p2pdiloco.protocol.naming import PeerId
 from p2pdiloco.protocol.node import Node
@@ -88,7 +89,17 @@ def gossip_plan(spec: RunSpec, run_id: str) -> GossipPlan | None:
     }
     blocks = spec.sync.mix == "GlobalM1LocalM2"
     mix2 = Groups(spec.sync.mix_group) if blocks else None
-    return GossipPlan(mix1=mix1[spec.sync.mix], mix2=mix2, seed=run_id)
+    mixed = frozenset(p for p, part in enumerate(outer_parts(spec)) if part.spans)
+    return GossipPlan(mix1=mix1[spec.sync.mix], mix2=mix2, seed=run_id, mix2_fragments=mixed)
+
+
+def outer_parts(spec: RunSpec) -> tuple[Part, ...]:
+    """Of each fragment, the tensors that a blocking mix is for; there may be none."""
+    fragments = fragments_of(spec)
+    slots = [slot for fragment in fragments for slot in fragment.slots]
+    everything = frozenset(slot.name for slot in slots)
+    names = everything if spec.sync.mix2_tensors == "all" else end_tensors(slots)
+    return tuple(part_of(fragment, names) for fragment in fragments)
 
 
 def _mixes_below_quorum(spec: RunSpec) -> bool:
@@ -106,6 +117,7 @@ def mixing_of(spec: RunSpec, holdings: Holdings, me: PeerId) -> Mixing | None:
         start_wire=spec.sync.mix_wire,
         outer_wire=spec.sync.wire,
         merge_rule=spec.sync.merge,
+        outer_parts=outer_parts(spec),
         partners_return=spec.sync.mix != "pairwise",
     )
     return Mixing(holdings, settings)

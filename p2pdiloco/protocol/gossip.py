@@ -332,7 +332,8 @@ class Gossiper:
 
     def _end(self, register: Register, round_: GossipRound) -> None:
         node, plan = self.node, self.plan
-        row = self._row(plan.mix2, round_.round) if plan.mix2 else ALONE
+        mix2 = plan.blocks(register.index)
+        row = self._row(mix2, round_.round) if mix2 else ALONE
         if not row.partners:
             self._finish(register, round_)
             return

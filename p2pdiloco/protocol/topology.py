@@ -84,12 +84,19 @@ class Groups:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GossipPlan:
     """The mixes of a run that gossips: of starts behind the steps, and of outer gradients while the
-    learner stands still, or None where nothing blocks.
+    learner stands still, or None where nothing blocks. `mix2_fragments` have tensors for that.
     """
 
     mix1: Topology
     mix2: Topology | None
     seed: str
+    mix2_fragments: frozenset[int] | None = None
+    """None for all."""
+
+    def blocks(self, fragment: int) -> Topology | None:
+        """The blocking mix of the fragment, if it has one."""
+        has = self.mix2_fragments is None or fragment in self.mix2_fragments
+        return self.mix2 if has else None
 
 
 PAIRS = Groups(2)

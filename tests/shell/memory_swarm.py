@@ -17,7 +17,7 @@ from virtual_clock import CountedExecutor, run_virtual
 
 from p2pdiloco.errors import PeerError
 from p2pdiloco.optim.fragments import plan_fragments
-from p2pdiloco.optim.mixing import Continuation
+from p2pdiloco.optim.mixing import Continuation, part_of
 from p2pdiloco.protocol import events
 from p2pdiloco.protocol.naming import PeerId
 from p2pdiloco.protocol.node import Node
@@ -47,6 +47,8 @@ RUN = "run"
 SHAPES = {"embedding": (6, 4), "layer": (5, 4), "norm": (7,)}
 FRAGMENTS = plan_fragments(SHAPES, 3, {"embedding"})
 GENESIS = tuple(genesis(f.index, np.full(f.size, 1.0, np.float32)) for f in FRAGMENTS)
+OUTER_TENSORS = ("embedding", "layer")
+"""What a blocking mix is for; the norm is left as it is."""
 TARGET = 3.0
 NOISE = 0.01
 """Deviation of a step; a learner that has arrived would have nothing more to contribute."""
@@ -423,6 +425,7 @@ def _mixing(holdings: Holdings, me: PeerId) -> Mixing:
         start_wire="int8",
         outer_wire="float32",
         merge_rule="mean",
+        outer_parts=tuple(part_of(f, OUTER_TENSORS) for f in FRAGMENTS),
         partners_return=True,
     )
     return Mixing(holdings, settings)

@@ -8,6 +8,7 @@ import pytest
 from memory_swarm import (
     BOOT,
     FRAGMENTS,
+    OUTER_TENSORS,
     TARGET,
     TIMES,
     TOKENS_PER_STEP,
@@ -26,7 +27,13 @@ MINUTE = 60.0
 
 def plan(mix1: str = "hypercube", *, blocks: bool = False) -> GossipPlan:
     named = {"hypercube": hypercube, "everybody": everybody, "pairs": PAIRS}[mix1]
-    return GossipPlan(mix1=named, mix2=PAIRS if blocks else None, seed="test")  # type: ignore[arg-type]
+    blocking = [f.index for f in FRAGMENTS if any(s.name in OUTER_TENSORS for s in f.slots)]
+    return GossipPlan(
+        mix1=named,  # type: ignore[arg-type]
+        mix2=PAIRS if blocks else None,
+        seed="test",
+        mix2_fragments=frozenset(blocking),
+    )
 
 
 def anchors(swarm: Swarm) -> list[np.ndarray]:
@@ -84,6 +91,9 @@ def test_a_blocking_mix_brings_nodes_nearer_at_the_price_of_standing_still(
         assert min(swarm.versions()) >= 8
         blocked = [r.reason for r in swarm.nodes[A].node.state.rounds]
         assert any("then 1" in reason for reason in blocked), blocked
+        rounds = swarm.nodes[A].node.state.rounds
+        norm = next(f.index for f in FRAGMENTS if f.slots[0].name == "norm")
+        assert not any("then" in r.reason for r in rounds if r.fragment == norm)
         assert_ledgers_add_up(swarm)
 
     play_swarm(tmp_path, scenario, gossip=plan("everybody", blocks=True))
