@@ -402,7 +402,9 @@ class Gossiper:
             register.handed = event.state_digest
         self._before[register.index], self.rounds[register.index] = round_, None
         node.merges += 1
-        node.rounds.append(self._outcome(round_))
+        outcome = self._outcome(round_)
+        node.rounds.append(outcome)
+        node.note(f"fragment {register.index}, round {round_.round}: {outcome.reason}")
         contributor.hand_over(node, register)
 
     def learner_stopped(self) -> None:

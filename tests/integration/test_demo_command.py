@@ -62,11 +62,18 @@ def pid_of(directory: Path) -> int:
     return int((directory / "lock").read_text())
 
 
-def test_a_node_is_killed_and_the_others_agree(tmp_path: Path) -> None:
+def outcome_with_a_kill(tmp_path: Path, *arguments: str) -> JsonObject:
+    """Of a demo in which the second of three nodes is killed after some merges."""
     port = free_ports(3)
     where = ["--dir", str(tmp_path / "demo"), "--port", str(port)]
     demo = subprocess.Popen(
-        [sys.executable, *("-m", "p2pdiloco_daemon.cli.main", "demo"), "--json", *where],
+        [
+            sys.executable,
+            *("-m", "p2pdiloco_daemon.cli.main", "demo"),
+            "--json",
+            *where,
+            *arguments,
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
@@ -94,19 +101,32 @@ def test_a_node_is_killed_and_the_others_agree(tmp_path: Path) -> None:
             demo.terminate()
             demo.communicate()
 
-    outcome = json.loads(output.splitlines()[-1])
     assert demo.returncode == 0
+    assert [status_of(port + offset) for offset in range(3)] == [None, None, None]
+    outcome: JsonObject = json.loads(output.splitlines()[-1])
     assert [node["end"] for node in outcome["nodes"]] == [None, "killed by SIGKILL", None]
-    assert outcome["anchors_identical"] is True
     tokens = outcome["tokens"]
     assert tokens["merged"] > 0
     assert tokens["processed"] == sum(
         tokens[fate] for fate in ("merged", "pending", "rejected", "lost")
     )
-    # the killed node's last status may be older than its last merge
-    assert tokens["merged"] <= outcome["tokens_in_records"]
-    assert outcome["merges"] >= 18
     assert outcome["loss_before"] > 5
     assert outcome["loss_after"] < outcome["loss_before"] - 1
     assert (Path(outcome["checkpoint"]) / "model.safetensors").exists()
-    assert [status_of(port + offset) for offset in range(3)] == [None, None, None]
+    return outcome
+
+
+def test_a_node_is_killed_and_the_others_agree(tmp_path: Path) -> None:
+    outcome = outcome_with_a_kill(tmp_path)
+    assert outcome["anchors_identical"] is True
+    # the killed node's last status may be older than its last merge
+    assert outcome["tokens"]["merged"] <= outcome["tokens_in_records"]
+    assert outcome["merges"] >= 18
+
+
+def test_nodes_that_gossip_go_on_without_one_and_stay_near_each_other(tmp_path: Path) -> None:
+    outcome = outcome_with_a_kill(tmp_path, "--strategy", "gossip")
+    assert outcome["gossips"] is True and outcome["anchors_identical"] is False
+    assert 0 < outcome["disagreement"] < 0.2
+    living = [node for node in outcome["nodes"] if node["end"] is None]
+    assert all(not node["lost"] and not node["rejected"] for node in living)
