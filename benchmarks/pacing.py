@@ -256,8 +256,8 @@ def _live_table(found: dict[str, Any]) -> str:
     ]
     return (
         f"## Live\n\nOn a machine with much other work (load average about ten on two cores); "
-        f"{found['late']} of {found['answers']} answers were late in all. So few syncs show that all "
-        f"parts work together, not which policy is better.\n\n"
+        f"{found['late']} of {found['answers']} answers were late in all. So few syncs show that "
+        "all parts work together, not which policy is better.\n\n"
         + table(["policy", "syncs", "answers during", "late of them", "s per sync"], rows)
     )
 
