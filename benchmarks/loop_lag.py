@@ -22,12 +22,12 @@ from pathlib import Path
 import numpy as np
 import psutil
 
+from benchmarks.empty_shelf import EmptyShelf
 from benchmarks.swarm import machine, table, write
 from p2pdiloco.optim.fragments import Fragment, TensorSlot
-from p2pdiloco.protocol.events import SnapshotInfo
 from p2pdiloco_bootstrap.host import Host, HostOptions, open_host
 from p2pdiloco_bootstrap.serving import Body, Traffic
-from p2pdiloco_bootstrap.shelf import Contribution, RecordsPage, exchange_application, state_path
+from p2pdiloco_bootstrap.shelf import exchange_application, state_path
 from p2pdiloco_daemon.exchange import Check, Exchange
 from p2pdiloco_daemon.holdings import Holdings
 from p2pdiloco_daemon.lag import LagMonitor
@@ -132,28 +132,14 @@ def _say(peer: Process, words: JsonObject) -> None:
 # ---------------------------------------------------------------- one of the two processes
 
 
-class _Shelf:
+class _Shelf(EmptyShelf):
     """Serves states, as a node does; there is nothing else."""
 
     def __init__(self, holdings: Holdings) -> None:
         self._holdings = holdings
 
-    async def spec(self) -> bytes:
-        return b""
-
-    async def records(self, fragment: int, since: int) -> RecordsPage | None:
-        return None
-
-    async def merge(self, fragment: int, version: int, digest: str) -> Body | None:
-        return None
-
     async def state(self, fragment: int, version: int, digest: str) -> Body | None:
         return await self._holdings.state_body(fragment, version, digest)
-
-    async def contribution(
-        self, peer: str, fragment: int, version: int, term: int, attempt: int
-    ) -> Contribution | None:
-        return None
 
 
 async def _be_a_peer(directory: Path) -> None:
@@ -214,18 +200,19 @@ async def _fetch_all(exchange: Exchange, served: Holdings, fetched: Holdings, do
     while True:
         for state in filter(None, map(served.replica.state, range(FRAGMENTS))):
             p, size = state.fragment, state.anchor.size
-            got = await exchange.fetch(
+            checked: list[FragmentState] = []
+            await exchange.fetch(
                 [donor],
                 state_path(p, 0, state.digest),
                 packed_state_bytes(size),
                 state.digest,
-                check=_unpacked(p, size),
+                check=_unpacking(p, size, checked),
             )
-            await fetched.load(p, SnapshotInfo(0, state.digest), got.data, None)
+            fetched.load(checked[-1], (), (), None)
 
 
-def _unpacked(fragment: int, size: int) -> Check:
-    return lambda data, digest: unpack_state(data, fragment, size, digest)
+def _unpacking(fragment: int, size: int, checked: list[FragmentState]) -> Check:
+    return lambda data, digest: checked.append(unpack_state(data, fragment, size, digest))
 
 
 def _empty_replica() -> Replica:

@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -29,16 +29,15 @@ import aiohttp
 import numpy as np
 from yarl import URL
 
+from benchmarks.empty_shelf import EmptyShelf
 from benchmarks.swarm import machine, table, write
 from p2pdiloco_bootstrap.serving import Body, Traffic, serving_on_tcp
 from p2pdiloco_bootstrap.shelf import (
-    Contribution,
-    RecordsPage,
     exchange_application,
     merge_path,
     state_path,
 )
-from p2pdiloco_daemon.exchange import Exchange
+from p2pdiloco_daemon.exchange import Chunk, Exchange
 from p2pdiloco_daemon.fetch import CHUNK_BYTES, Gathering
 from p2pdiloco_daemon.replica import make_state, require_sound
 from p2pdiloco_daemon.status.view import JsonObject
@@ -69,25 +68,14 @@ STATE_PATH = state_path(0, 1, _digest(STATE))
 MERGE_PATH = merge_path(0, 2, _digest(MERGE))
 
 
-class _Shelf:
+class _Shelf(EmptyShelf):
     """The same state and the same merge under any name."""
-
-    async def spec(self) -> bytes:
-        return b""
-
-    async def records(self, fragment: int, since: int) -> RecordsPage | None:
-        return None
 
     async def merge(self, fragment: int, version: int, digest: str) -> Body | None:
         return MERGE
 
     async def state(self, fragment: int, version: int, digest: str) -> Body | None:
         return STATE
-
-    async def contribution(
-        self, peer: str, fragment: int, version: int, term: int, attempt: int
-    ) -> Contribution | None:
-        return None
 
 
 # ---------------------------------------------------------------- the link
@@ -163,21 +151,12 @@ class _Joiner(Exchange):
         self.donors = [str(number) for number in range(len(lines))]
         self.on_bytes: Callable[[int], None] = lambda received: None
 
-    async def fetch_chunk(
-        self,
-        donor: str,
-        path: str,
-        start: int,
-        total_bytes: int,
-        place: memoryview,
-        idle_timeout_s: float,
-        progress: Callable[[], None],
-    ) -> None:
+    async def fetch_chunk(self, donor: str, chunk: Chunk) -> None:
         def arrived() -> None:
-            progress()
+            chunk.progress()
             self.on_bytes(self.down.down["state"])
 
-        await super().fetch_chunk(donor, path, start, total_bytes, place, idle_timeout_s, arrived)
+        await super().fetch_chunk(donor, replace(chunk, progress=arrived))
 
 
 @asynccontextmanager

@@ -23,11 +23,10 @@ from pathlib import Path
 import aiohttp
 from yarl import URL
 
+from benchmarks.empty_shelf import EmptyShelf
 from p2pdiloco_bootstrap.host import Host, HostOptions, open_host
 from p2pdiloco_bootstrap.serving import Traffic, serving_on_tcp
 from p2pdiloco_bootstrap.shelf import (
-    Contribution,
-    RecordsPage,
     exchange_application,
     merge_path,
 )
@@ -41,25 +40,11 @@ MESSAGES = 500
 MESSAGE = bytes(300)
 
 
-class OneBody:
+class OneBody(EmptyShelf):
     """A shelf with nothing but `BODY`."""
-
-    async def spec(self) -> bytes:
-        return b""
-
-    async def records(self, fragment: int, since: int) -> RecordsPage | None:
-        return None
 
     async def merge(self, fragment: int, version: int, digest: str) -> bytes:
         return BODY
-
-    async def state(self, fragment: int, version: int, digest: str) -> None:
-        return None
-
-    async def contribution(
-        self, peer: str, fragment: int, version: int, term: int, attempt: int
-    ) -> Contribution | None:
-        return None
 
 
 def main() -> None:

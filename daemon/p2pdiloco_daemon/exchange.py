@@ -65,6 +65,21 @@ Check = Callable[[bytearray, str], object]
 """(all bytes, expected digest); PeerError where they do not belong together. Runs in a thread."""
 
 
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of the body at `path`."""
+
+    path: str
+    start: int
+    total_bytes: int
+    """Of the whole body."""
+    place: memoryview
+    """Where it goes; as long as the piece."""
+    idle_timeout_s: float
+    progress: Callable[[], None]
+    """To be called as bytes arrive."""
+
+
 class ExchangeError(ConnectionError):
     """Got nothing from a peer; see the module's tree."""
 
@@ -230,27 +245,18 @@ class Exchange:
         async def fetch(
             donor: str, start: int, place: memoryview, progress: Callable[[], None]
         ) -> None:
-            await self.fetch_chunk(
-                donor, path, start, len(body.data), place, idle_timeout_s, progress
-            )
+            whole = len(body.data)
+            chunk = Chunk(path, start, whole, place, idle_timeout_s, progress)
+            await self.fetch_chunk(donor, chunk)
 
         await gather_chunks(donors, body, fetch, self._slots)
 
-    async def fetch_chunk(
-        self,
-        donor: str,
-        path: str,
-        start: int,
-        total_bytes: int,
-        place: memoryview,
-        idle_timeout_s: float,
-        progress: Callable[[], None],
-    ) -> None:
-        """Bytes `start`... of the `total_bytes` at `path`, as many as `place` takes."""
-        stop = start + len(place)
+    async def fetch_chunk(self, donor: str, chunk: Chunk) -> None:
+        """Puts the chunk into its place."""
+        start, stop = chunk.start, chunk.start + len(chunk.place)
         asked = {"Range": f"bytes={start}-{stop - 1}"}
-        timeout = _timeout(len(place), idle_timeout_s)
-        url = self._url(donor, path)
+        timeout = _timeout(len(chunk.place), chunk.idle_timeout_s)
+        url = self._url(donor, chunk.path)
         try:
             async with (
                 _asking(donor),
@@ -260,12 +266,12 @@ class Exchange:
             ):
                 await _require_success(donor, response)
                 got = response.headers.get("Content-Range")
-                if got != f"bytes {start}-{stop - 1}/{total_bytes}":
+                if got != f"bytes {start}-{stop - 1}/{chunk.total_bytes}":
                     raise PeerError(
-                        f"{donor} was asked for bytes {start}-{stop - 1} of {total_bytes}, "
+                        f"{donor} was asked for bytes {start}-{stop - 1} of {chunk.total_bytes}, "
                         f"sent {str(got)[:60]}"
                     )
-                await self._receive(donor, response, place, _kind(path), progress)
+                await self._receive(donor, response, chunk.place, _kind(chunk.path), chunk.progress)
         except Busy:
             raise
         except Refused as error:  # it has not got it: asking this donor again is of no use

@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from yarl import URL
 from p2pdiloco_bootstrap.serving import Traffic
 from p2pdiloco_bootstrap.shelf import state_path
 from p2pdiloco_daemon import fetch
-from p2pdiloco_daemon.exchange import Exchange, Fetched, FetchFailed
+from p2pdiloco_daemon.exchange import Chunk, Exchange, Fetched, FetchFailed
 from p2pdiloco_daemon.fetch import CHUNK_BYTES, WORKERS_PER_DONOR, Gathering
 
 pytestmark = pytest.mark.loopback
@@ -76,21 +77,12 @@ class Transfer(Exchange):
     async def run(self, body: Gathering) -> Fetched:
         return await self.fetch(self._names, PATH, NUM_BYTES, DIGEST, body=body)
 
-    async def fetch_chunk(
-        self,
-        donor: str,
-        path: str,
-        start: int,
-        total_bytes: int,
-        place: memoryview,
-        idle_timeout_s: float,
-        progress: Callable[[], None],
-    ) -> None:
+    async def fetch_chunk(self, donor: str, chunk: Chunk) -> None:
         def arrived() -> None:
-            progress()
+            chunk.progress()
             self.on_bytes()
 
-        await super().fetch_chunk(donor, path, start, total_bytes, place, idle_timeout_s, arrived)
+        await super().fetch_chunk(donor, replace(chunk, progress=arrived))
 
 
 @pytest.fixture(scope="module")

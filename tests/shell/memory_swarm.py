@@ -31,6 +31,7 @@ from p2pdiloco_daemon.exchange import (
     CHUNKS_IN_FLIGHT_MAX,
     MESSAGE_TIMEOUT_S,
     Busy,
+    Chunk,
     Exchange,
     Refused,
     Unreachable,
@@ -181,30 +182,21 @@ class MemoryExchange(Exchange):
         self._network.mixed[self._me] += 1
         return found
 
-    async def fetch_chunk(
-        self,
-        donor: str,
-        path: str,
-        start: int,
-        total_bytes: int,
-        place: memoryview,
-        idle_timeout_s: float,
-        progress: Callable[[], None],
-    ) -> None:
+    async def fetch_chunk(self, donor: str, chunk: Chunk) -> None:
         await self._network.reach(self._me, donor)
-        _, _, kind, fragment, version, digest = path.split("/")
+        _, _, kind, fragment, version, digest = chunk.path.split("/")
         shelf = self._network.shelves[donor]
         read = shelf.merge if kind == "merge" else shelf.state
         body = await read(int(fragment), int(version), digest)
         if isinstance(body, FilePart):
             body = body.path.read_bytes()[body.offset :][: body.num_bytes]
-        if not isinstance(body, bytes | bytearray) or len(body) != total_bytes:
-            raise PeerError(f"{donor} has not got {path}")
+        if not isinstance(body, bytes | bytearray) or len(body) != chunk.total_bytes:
+            raise PeerError(f"{donor} has not got {chunk.path}")
         if kind == "state":
             await asyncio.sleep(self._network.state_chunk_s.get(self._me, 0.0))
-        place[:] = body[start : start + len(place)]
+        chunk.place[:] = body[chunk.start : chunk.start + len(chunk.place)]
         self._network.state_chunks[self._me] += kind == "state"
-        progress()
+        chunk.progress()
 
 
 @dataclass(repr=False)
