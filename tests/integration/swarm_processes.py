@@ -256,6 +256,20 @@ class NodeProcess(Daemon):
         return f"http://127.0.0.1:{self.port}/api/{name}"
 
 
+def settle_on_one_lineage(nodes: Sequence[NodeProcess]) -> None:
+    """Training stops; returns when all have come to rest at the same heads."""
+    for node in nodes:
+        node.settle()
+
+    def agreed() -> bool:
+        found = [status for node in nodes if (status := node.status())]
+        heads = [[(f["version"], f["digest"]) for f in status["fragments"]] for status in found]
+        settled = [status["state"] == "settled" for status in found]
+        return len(found) == len(nodes) and all(settled) and all(h == heads[0] for h in heads)
+
+    wait_until("one lineage", agreed)
+
+
 def _is_learner(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return "p2pdiloco_daemon.learner_process" in process.cmdline()

@@ -9,7 +9,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from swarm_processes import BootstrapProcess, Daemon, NodeProcess, wait_until
+from swarm_processes import (
+    BootstrapProcess,
+    Daemon,
+    NodeProcess,
+    settle_on_one_lineage,
+    wait_until,
+)
 
 from p2pdiloco.optim.fragments import fragments_of
 from p2pdiloco_daemon.place import open_place
@@ -173,16 +179,7 @@ def test_a_damaged_momentum_is_found_as_well(swarm: Swarm) -> None:
 
 
 def test_nobody_built_on_what_was_damaged_and_in_the_end_all_agree(swarm: Swarm) -> None:
-    for node in swarm.nodes:
-        node.settle()
-
-    def agreed() -> bool:
-        found = [status for node in swarm.nodes if (status := node.status())]
-        heads = [[(f["version"], f["digest"]) for f in status["fragments"]] for status in found]
-        settled = [status["state"] == "settled" for status in found]
-        return len(found) == NUM_NODES and all(settled) and all(h == heads[0] for h in heads)
-
-    wait_until("one lineage", agreed)
+    settle_on_one_lineage(swarm.nodes)
     for node in swarm.nodes:
         status = node.get()
         assert not [reason for reason in status["refusals"] if "diverged" in reason]

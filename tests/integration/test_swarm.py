@@ -15,6 +15,7 @@ from swarm_processes import (
     BootstrapProcess,
     Daemon,
     NodeProcess,
+    settle_on_one_lineage,
     wait_until,
 )
 
@@ -274,16 +275,7 @@ def test_in_the_end_all_agree_to_the_last_bit(swarm: Swarm) -> None:
     nodes = swarm.living()
     for node in nodes:
         wait_until(f"{node.directory.name} to train", node.trains)
-    for node in nodes:
-        node.settle()
-
-    def agreed() -> bool:
-        found = [status for node in nodes if (status := node.status())]
-        heads = [[(f["version"], f["digest"]) for f in status["fragments"]] for status in found]
-        settled = [status["state"] == "settled" for status in found]
-        return len(found) == len(nodes) and all(settled) and all(h == heads[0] for h in heads)
-
-    wait_until("one lineage", agreed)
+    settle_on_one_lineage(nodes)
     for node in nodes:
         status = node.get()
         assert status["tokens"]["adds_up"] and status["tokens"]["merged"] > 0

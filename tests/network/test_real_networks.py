@@ -9,7 +9,13 @@ from pathlib import Path
 
 import pytest
 from required_lab import required_lab
-from swarm_processes import BootstrapProcess, Daemon, NodeProcess, wait_until
+from swarm_processes import (
+    BootstrapProcess,
+    Daemon,
+    NodeProcess,
+    settle_on_one_lineage,
+    wait_until,
+)
 
 from benchmarks.lab import Host, Lab, Rate
 from p2pdiloco_daemon.status.view import JsonObject
@@ -239,16 +245,7 @@ def test_both_sides_of_a_cut_merge_and_one_lineage_is_left(swarm: Swarm) -> None
 
 def test_in_the_end_all_agree_to_the_last_bit_and_nothing_is_left(swarm: Swarm) -> None:
     nodes = list(swarm.nodes.values())
-    for node in nodes:
-        node.settle()
-
-    def agreed() -> bool:
-        found = [status for node in nodes if (status := node.status())]
-        heads = [[(f["version"], f["digest"]) for f in status["fragments"]] for status in found]
-        settled = [status["state"] == "settled" for status in found]
-        return len(found) == len(nodes) and all(settled) and all(h == heads[0] for h in heads)
-
-    wait_until("one lineage", agreed)
+    settle_on_one_lineage(nodes)
     for node in nodes:
         assert node.get()["tokens"]["adds_up"]
         assert "Traceback" not in node.words()
