@@ -9,6 +9,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 export GOMP_SPINCOUNT ?= 0
 
+# All tests, one after the other; WORKERS=logical: by as many workers as there are cores, see
+# tests/conftest.py.
+WORKERS ?= 0
+AT_ONCE := --numprocesses $(WORKERS) --no-loadscope-reorder
+
 .PHONY: help install demo test check style types imports format clean
 
 help:
@@ -37,7 +42,7 @@ demo: $(VENV)/installed
 	$(BIN)/p2pdiloco demo $(if $(NODES),--nodes $(NODES)) $(if $(MINUTES),--minutes $(MINUTES))
 
 test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest $(TESTS)
+	$(BIN)/python -m pytest $(or $(TESTS),$(AT_ONCE))
 
 check: style types imports
 

@@ -139,6 +139,10 @@ class Lab:
         _load_rules(self._internet, _INTERNET)
         _forward(self._internet)
 
+    def namespaces(self) -> list[str]:
+        """Those that there are of it."""
+        return [name for name in namespaces() if name.startswith(self._tag)]
+
     def public(self, name: str, rate: Rate = UNSHAPED) -> Host:
         """A host that everybody can dial."""
         host = self._new_host(name)

@@ -40,7 +40,10 @@ from p2pdiloco_daemon.learner import (
 from p2pdiloco_daemon.learner_channel import open_memory_file
 from p2pdiloco_daemon.learner_process import CHECKPOINT_NAME
 
-pytestmark = pytest.mark.loopback
+pytestmark = [pytest.mark.loopback, pytest.mark.timeout(240)]
+
+START_S = 180.0
+"""On a machine that runs other tests too, where importing torch alone may take a minute."""
 
 E = TypeVar("E", bound=LearnerEvent)
 DRAFT = RunSpec(name="test", sync=SyncSpec(num_fragments=3), data=DataSpec(sequence_length=32))
@@ -91,7 +94,7 @@ class Stage:
         where: Callable[[E], bool] = lambda event: True,
     ) -> E:
         """The first event of a kind from position `since` on, waited for if need be."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(START_S):
             while True:
                 for event in self.events[since:]:
                     if isinstance(event, kind) and where(event):

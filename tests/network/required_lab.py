@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from benchmarks.lab import Lab, namespaces, open_lab, why_not
+from benchmarks.lab import Lab, open_lab, why_not
 
 
 @contextmanager
@@ -16,8 +16,7 @@ def required_lab() -> Iterator[Lab]:
         if "CI" in os.environ:
             pytest.fail(f"these tests are required here, but {reason}")
         pytest.skip(reason)
-    before = set(namespaces())
     with open_lab() as lab:
-        mine = set(namespaces()) - before
+        assert lab.namespaces()
         yield lab
-    assert mine and not mine & set(namespaces())
+    assert not lab.namespaces()

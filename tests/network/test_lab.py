@@ -143,13 +143,19 @@ def test_what_a_killed_owner_left_is_removed_by_the_next_lab(lab: Lab) -> None:
     """`lab` only asks whether a lab can be had."""
     program = (
         "from benchmarks.lab import open_lab; import signal, os\n"
-        "with open_lab() as lab: lab.public('town'); os.kill(os.getpid(), signal.SIGKILL)"
+        "with open_lab() as lab:\n"
+        "    lab.public('town')\n"
+        "    print(*lab.namespaces(), flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    killed = subprocess.Popen(
-        [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": "."}
+    killed = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": "."},
+        stdout=subprocess.PIPE,
+        text=True,
     )
-    assert killed.wait() == -signal.SIGKILL
-    left = [name for name in namespaces() if f"{killed.pid}-" in name]
+    assert killed.returncode == -signal.SIGKILL
+    left = killed.stdout.split()
     assert len(left) == 2
     with open_lab():
         assert not set(left) & set(namespaces())

@@ -15,10 +15,10 @@ from p2pdiloco_bootstrap.addresses import (
     split_peer,
     through,
 )
-from p2pdiloco_bootstrap.identity import Identity, base58_decode
+from p2pdiloco_bootstrap.identity import base58_decode
 from p2pdiloco_bootstrap.streams import peer_of, peer_url
 
-PEER = Identity.generate().peer_id
+PEER = "12D3KooWQGrfajRwWADw7TWVtezpVpNFhkJN4wpatCMGw9hKLmbo"
 DIRECT = "/ip4/192.0.2.7/tcp/7441"
 RELAYED = f"{DIRECT}/p2p/{PEER}/p2p-circuit"
 

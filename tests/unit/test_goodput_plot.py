@@ -21,7 +21,6 @@ def test_large_counts_are_short(count: int, words: str) -> None:
 
 
 def test_the_picture_is_the_same_each_time(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="the extra `benchmarks` is not installed")
     for name in ("a.svg", "b.svg"):
         draw_goodput(cells(), tmp_path / name)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
