@@ -39,7 +39,7 @@ LIMITS = Limits(turns_max=4, answer_tokens_max=1, tokens_max=96)
 POLICY = Policy(stop_token=ord("\n"))
 LOSS = LossRules(variant="dapo")
 BATCH_TOKENS = 8192
-LEARNING_RATE = 1e-3
+LEARNING_RATE = 2e-3
 REPLAYED_SHARE = 0.02
 
 

@@ -47,6 +47,10 @@ class Task(Protocol):
         """The environment of this seed."""
 
 
+_GUESS_REWARD = 0.05
+"""Of each valid guess before one that is not."""
+
+
 @dataclass(slots=True)
 class _Guessing:
     prompt: str
@@ -58,7 +62,7 @@ class _Guessing:
     def act(self, answer: str) -> Outcome:
         guess = number_in(answer)
         if guess is None or not 0 <= guess < self.numbers:
-            return Ended(0.0)
+            return Ended(_GUESS_REWARD * self.turns)
         self.turns += 1
         if guess == self.secret:
             return Ended(1.0 - 0.5 * (self.turns - 1) / self.turns_max)
@@ -72,7 +76,8 @@ class Guess:
     """Multi-turn: find a secret number, told after each guess whether it is more or less.
 
     The sooner it is found the higher the reward, from 1 down to a half; the last guess of a vain
-    search is worth up to 0.2 by its distance; an answer that is no number in range ends it with 0.
+    search is worth up to 0.2 by its distance. An answer that is no number in range ends it, and the
+    guesses before it are worth a little, so that a policy that knows nothing can begin to learn.
     """
 
     numbers: int = 10

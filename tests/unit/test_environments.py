@@ -58,6 +58,12 @@ def test_a_vain_search_is_worth_its_last_distance() -> None:
     assert 0 <= outcome.reward < 0.2
 
 
+def test_guesses_before_one_that_is_none_are_worth_a_little() -> None:
+    environment = Guess().begin(3)
+    environment.act(str((secret_of(Guess(), 3) + 1) % 10))
+    assert environment.act("what?") == Ended(0.05)
+
+
 @pytest.mark.parametrize("answer", ["", "seven", "10", "-1", "1 2", "9" * 5000, "\u0663", "1e3"])
 def test_what_is_no_number_in_range_ends_the_guessing(answer: str) -> None:
     assert Guess().begin(0).act(answer) == Ended(0.0)
