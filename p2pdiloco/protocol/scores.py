@@ -9,7 +9,7 @@ of its prompt, N what the replica is at; WAITING, CACHE > 0 > TURNS, IN_FLIGHT, 
 larger than the next. The paper gives no values; these keep the terms apart at the sizes that occur.
 
 The swarm's form ranks: turns that have waited too long come first, then those whose history lies in
-this cache, since it will not for long, then new trajectories, then those with a history elsewhere;
+this cache, since it will not for long, then those with a history elsewhere, then new trajectories;
 among them short ones while the cache is under pressure (memory comes free soon), long ones while it
 is not (a step ends with its longest trajectory: Seer, Heddle); then what is cached most. A turn
 fits only if the cache has room for all that is active, and suits a replica only if no other is
@@ -32,8 +32,9 @@ MOVE_GAIN = 0.7
 """A trajectory moves if that is expected to leave it less than this share of its time: estimates
 are rough, and a move makes one history be computed twice."""
 
-REFUSALS_MAX = 4
-"""Pairs that one replica may be found unsuited for at one time; bounds what a decision costs."""
+REFUSALS_MAX = 8
+"""After so many turns with a history, or new ones, for which a replica is found unsuited, no more
+of that kind are tried there at that time; bounds what a decision costs."""
 
 Order: TypeAlias = Literal["short first", "long first", "by use"]
 Key: TypeAlias = tuple[float, ...]
@@ -49,6 +50,11 @@ class Candidate:
     """Expected of a trajectory of its group."""
     overdue_s: float
     """What it has waited, if that is so long that its environment may be torn down; or else 0."""
+
+    @property
+    def is_new(self) -> bool:
+        """Nothing of it is generated yet."""
+        return self.need.num_tokens == self.need.group_tokens
 
 
 class Form(Protocol):
@@ -96,7 +102,7 @@ class Swarm:
         cached = replica.memory.num_cached(need)
         history = need.num_tokens - need.group_tokens
         is_cached = cached > need.group_tokens + history / 2
-        resumes = (1.0 if is_cached else -1.0) if history > 0 else 0.0
+        resumes = 0.5 * (history > 0) * (1 + is_cached)
         use = self.order == "by use" and replica.use > USE_PRESSED
         turns_left = -need.turns_left if use or self.order == "short first" else need.turns_left
         return candidate.overdue_s, resumes, turns_left, cached / need.num_tokens
@@ -162,7 +168,8 @@ class _Ranking:
         self._queues = queues
         self._indexes = indexes
         self._form = form
-        self._refused: set[int] = set()
+        self._refused: dict[bool, set[int]] = {True: set(), False: set()}
+        """Queues of new trajectories, and of others."""
         self._ranked: list[tuple[Key, int, int]] = []
         """(rank, free places, -queue), so that of equal pairs the one with most room and then the
         first queue is larger; smallest first."""
@@ -186,12 +193,19 @@ class _Ranking:
         self._ranked = sorted(
             (form.rank(self._queues[index][0], replica), num_free, -index)
             for index in self._indexes
-            if num_free > 0 and self._queues[index] and index not in self._refused
+            if num_free > 0 and self._queues[index]
+            if index not in self._refused[self._queues[index][0].is_new]
             if form.fits(self._queues[index][0], replica)
         )
 
     def refuse(self) -> None:
-        """The best had better wait for another replica. After several so will the rest."""
-        self._refused.add(-self._ranked.pop()[2])
-        if len(self._refused) == REFUSALS_MAX:
-            self._ranked = []
+        """The best had better wait for another replica. After several so will others like it."""
+        is_new = self.queue[0].is_new
+        self._refused[is_new].add(-self._ranked.pop()[2])
+        if len(self._refused[is_new]) >= REFUSALS_MAX:
+            self._indexes = [i for i in self._indexes if not self._is_of(i, is_new)]
+            self._ranked = [r for r in self._ranked if not self._is_of(-r[2], is_new)]
+
+    def _is_of(self, index: int, is_new: bool) -> bool:
+        queue = self._queues[index]
+        return bool(queue) and queue[0].is_new is is_new

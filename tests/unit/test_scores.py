@@ -51,13 +51,13 @@ def test_war_prefers_the_replica_with_less_to_do() -> None:
     assert War().rank(candidate(need(1)), idle) > War().rank(candidate(need(1)), busy)
 
 
-def test_the_swarm_resumes_first_then_begins_then_takes_from_others() -> None:
+def test_the_swarm_resumes_first_then_takes_from_others_then_begins() -> None:
     here = replica()
     here.holds(need(1, 400))
     resumed, new = candidate(need(1, 400), home=ALICE), candidate(need(2))
     foreign = candidate(need(3, 400), home=BOB)
     overdue = candidate(need(4, 400), home=BOB, overdue_s=61.0)
-    ranks = [swarm().rank(c, here) for c in (overdue, resumed, new, foreign)]
+    ranks = [swarm().rank(c, here) for c in (overdue, resumed, foreign, new)]
     assert ranks == sorted(ranks, reverse=True)
 
 
