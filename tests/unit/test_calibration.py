@@ -2,7 +2,7 @@ import random
 from math import inf
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2pdiloco.protocol.calibration import (
@@ -29,6 +29,7 @@ def serve(
         model.add(Answer(latency_s, load, syncing))
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.floats(-1, 1e6))
 def test_every_load_has_a_level(load: float) -> None:
     assert 0 <= level_of(load) < LEVELS

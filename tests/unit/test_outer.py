@@ -2,7 +2,7 @@ import struct
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2pdiloco.optim.outer import OuterStep, nesterov_step, outer_step
@@ -108,6 +108,7 @@ def test_periods_beyond_twice_h_count_as_that() -> None:
     assert OuterStep.after(0.7, 0.9, 0, 12) == OuterStep.after(0.7, 0.9, 1, 12)
 
 
+@settings(max_examples=60, deadline=None)
 @given(periods=st.lists(st.integers(3, 24), min_size=1, max_size=40))
 def test_every_gradient_moves_the_anchor_by_the_same_in_the_long_run(periods: list[int]) -> None:
     """What was moved and what momentum has still to move add up, after any periods at all."""
@@ -116,6 +117,7 @@ def test_every_gradient_moves_the_anchor_by_the_same_in_the_long_run(periods: li
     assert anchors[-1] + to_come == pytest.approx(REACH * sum(periods), rel=1e-4)
 
 
+@settings(max_examples=60, deadline=None)
 @given(period=st.sampled_from([3, 6, 9, 12, 18, 24]))
 def test_an_anchor_advances_at_the_same_pace_whatever_the_period(period: int) -> None:
     num = 1200 // period

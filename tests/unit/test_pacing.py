@@ -1,7 +1,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from protocol_builders import TIMES
 
@@ -64,6 +64,7 @@ def test_a_late_merge_makes_the_next_one_due_earlier() -> None:
     assert is_due(PACED, 0, 2, [19], offset=5)
 
 
+@settings(max_examples=60, deadline=None)
 @given(slack=st.integers(0, 23), chosen=st.lists(st.floats(0, 1), min_size=1, max_size=60))
 def test_periods_are_h_steps_on_average_wherever_in_its_window_each_sync_comes(
     slack: int, chosen: list[float]
@@ -100,6 +101,7 @@ def test_grace_is_a_share_of_the_slack() -> None:
     assert grace_s(TIMES, step_s=5.0, quorum_s=2.0, sync_s=3.0) == pytest.approx(0.8 * (10 - 2 - 3))
 
 
+@settings(max_examples=60, deadline=None)
 @given(step_s=seconds, quorum_s=seconds, sync_s=seconds)
 def test_grace_is_zero_whenever_the_overlap_does_not_hide_it(
     step_s: float, quorum_s: float, sync_s: float

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2pdiloco.protocol.calibration import Forecast
@@ -55,6 +55,7 @@ def policies() -> list[Policy]:
     ]
 
 
+@settings(max_examples=60, deadline=None)
 @given(
     number=st.integers(0, len(policies()) - 1),
     steps=st.integers(0, 60),
@@ -101,6 +102,7 @@ def test_progress_opens_and_pressure_closes_the_published_gate() -> None:
     assert not decide(WorkloadAware(), replace(ahead, pressure=Pressure(serving=0.9))).sync
 
 
+@settings(max_examples=60, deadline=None)
 @given(loss_fall=st.floats(0, 0.1), pressure=pressures, older_s=st.floats(0, 1e4))
 def test_staleness_never_makes_a_sync_less_likely(
     loss_fall: float, pressure: Pressure, older_s: float
@@ -167,6 +169,7 @@ def test_the_longer_a_sync_may_wait_the_likelier_the_spell_ends_first() -> None:
     assert history.expected(1000.0) == pytest.approx(0.0)
 
 
+@settings(max_examples=60, deadline=None)
 @given(costs=st.lists(st.floats(0, 10), min_size=1, max_size=50), left_s=st.floats(0, 100))
 def test_waiting_promises_something_between_cheap_and_dear(
     costs: list[float], left_s: float
