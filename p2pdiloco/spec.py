@@ -166,10 +166,10 @@ class SyncSpec(_Section):
     mix: Literal["GlobalM1", "GlobalM1LocalM2", "pairwise", "hypercube", "exponential", "ring"] = (
         "hypercube"
     )
-    """For gossip: with whom a node mixes its parameters while it trains. `GlobalM1`: everybody;
-    `GlobalM1LocalM2`: so, and learners then wait for the outer gradients of a group; `pairwise`:
-    one, drawn anew in each round; `hypercube`: one, in turns; `exponential`: two, in turns; `ring`:
-    the same two."""
+    """For gossip: with whom a node mixes its parameters while it trains. `GlobalM1`: everybody (of
+    more than 16, groups of so many); `GlobalM1LocalM2`: so, and learners then wait for the outer
+    gradients of a group; `pairwise`: one, drawn anew in each round; `hypercube`: one, in turns;
+    `exponential`: two, in turns; `ring`: the same two."""
     gossip_below_quorum: bool = False
     """For quorum: whether nodes that are fewer than the quorum mix their learners' values by gossip
     until more are back. Nothing is merged meanwhile, and no token is lost."""

@@ -211,7 +211,7 @@ async def _find_spec(ground: Ground) -> SignedSpec:
 async def _take_part(ground: Ground, signed: SignedSpec) -> None:
     """From the spec to the goodbye."""
     fragments = fragments_of(signed.spec)
-    require_memory(fragments)
+    require_memory(fragments, signed.spec)
     async with AsyncExitStack() as stack:
         worker = stack.enter_context(ThreadPoolExecutor(1, "worker"))
         disk = stack.enter_context(ThreadPoolExecutor(1, "disk"))

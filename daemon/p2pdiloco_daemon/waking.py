@@ -21,7 +21,6 @@ from p2pdiloco.protocol.topology import (
     GossipPlan,
     Groups,
     Topology,
-    everybody,
     exponential,
     hypercube,
     ring,
@@ -31,7 +30,7 @@ from p2pdiloco_bootstrap import identity as identities
 from p2pdiloco_bootstrap.addresses import split_peer
 from p2pdiloco_bootstrap.identity import Identity
 from p2pdiloco_daemon.holdings import Holdings
-from p2pdiloco_daemon.mixing import Mixing, MixSettings
+from p2pdiloco_daemon.mixing import RETURNING_MAX, Mixing, MixSettings
 from p2pdiloco_daemon.node import SAVED_NODE, saved
 from p2pdiloco_daemon.place import Place
 from p2pdiloco_daemon.replica import Replica
@@ -43,14 +42,37 @@ LEARNER_BYTES_PER_PARAMETER = 24
 
 INCARNATION_MAX = 1 << 53
 """No clock and no number of lives comes near; what a file says beyond it is damage."""
+SWAP_BYTES_PER_PARAMETER = 8
+"""Of a run that gossips, per partner of a round: its vector, and ours as it has it."""
+REMEMBERED_BYTES_PER_PARAMETER = 12
+"""Per partner that is sent differences."""
+GLOBAL_MEMBERS_MAX = 16
+"""With so many a node mixes at most where a run says everybody; of more, groups as large as this
+mix, drawn anew in each round: what a node holds and sends stays bounded.
+"""
+PARTNERS = {
+    "GlobalM1": GLOBAL_MEMBERS_MAX - 1,
+    "GlobalM1LocalM2": GLOBAL_MEMBERS_MAX - 1,
+    "pairwise": 1,
+    "hypercube": 1,
+    "exponential": 2,
+    "ring": 2,
+}
+"""In a round, at most."""
 
 logger = logging.getLogger(__name__)
 
 
-def require_memory(fragments: tuple[Fragment, ...]) -> None:
+def require_memory(fragments: tuple[Fragment, ...], spec: RunSpec) -> None:
     """UserError if the model does not fit beside what else runs; says what it takes."""
     num = sum(fragment.size for fragment in fragments)
-    needed = num * (REPLICA_BYTES_PER_PARAMETER + LEARNER_BYTES_PER_PARAMETER)
+    per_parameter = REPLICA_BYTES_PER_PARAMETER + LEARNER_BYTES_PER_PARAMETER
+    if spec.sync.strategy == "gossip":
+        partners = PARTNERS[spec.sync.mix]
+        remembered = RETURNING_MAX if _partners_return(spec) else 0
+        per_parameter += partners * SWAP_BYTES_PER_PARAMETER
+        per_parameter += min(remembered, partners + 2) * REMEMBERED_BYTES_PER_PARAMETER
+    needed = num * per_parameter
     available = psutil.virtual_memory().available
     logger.info(
         "%.2f million parameters: about %.0f MB of memory, beside activations",
@@ -80,8 +102,8 @@ def gossip_plan(spec: RunSpec, run_id: str) -> GossipPlan | None:
     if spec.sync.strategy != "gossip":
         return None
     mix1: dict[str, Topology] = {
-        "GlobalM1": everybody,
-        "GlobalM1LocalM2": everybody,
+        "GlobalM1": Groups(GLOBAL_MEMBERS_MAX),
+        "GlobalM1LocalM2": Groups(GLOBAL_MEMBERS_MAX),
         "pairwise": PAIRS,
         "hypercube": hypercube,
         "exponential": exponential,
@@ -102,6 +124,11 @@ def outer_parts(spec: RunSpec) -> tuple[Part, ...]:
     return tuple(part_of(fragment, names) for fragment in fragments)
 
 
+def _partners_return(spec: RunSpec) -> bool:
+    """Whether the same members are partners again and again."""
+    return spec.sync.mix != "pairwise"
+
+
 def _mixes_below_quorum(spec: RunSpec) -> bool:
     return spec.sync.strategy == "quorum" and spec.sync.gossip_below_quorum
 
@@ -118,7 +145,7 @@ def mixing_of(spec: RunSpec, holdings: Holdings, me: PeerId) -> Mixing | None:
         outer_wire=spec.sync.wire,
         merge_rule=spec.sync.merge,
         outer_parts=outer_parts(spec),
-        partners_return=spec.sync.mix != "pairwise",
+        partners_return=_partners_return(spec),
     )
     return Mixing(holdings, settings)
 

@@ -85,7 +85,7 @@ def summary(status: JsonObject) -> list[str]:
         f"loss          {_number(learner['loss'])}, held out {_number(learner['held_out_loss'])}",
         f"merges        {status['merges_total']}, {_newest_round(status)}",
         f"others        {len(others)} alive",
-        f"synchronizer  {_synchronizer(status['synchronizer'])} (term {status['term']})",
+        _leads(status),
         f"tokens        {ledger}",
         f"traffic       {sent} sent, {received} received",
     ]
@@ -109,6 +109,12 @@ def in_bytes(count: float) -> str:
 
 def _newest_round(status: JsonObject) -> str:
     return f"last: {status['rounds'][0]['reason']}" if status["rounds"] else "no round yet"
+
+
+def _leads(status: JsonObject) -> str:
+    if (apart := status["disagreement"]) is None:
+        return f"synchronizer  {_synchronizer(status['synchronizer'])} (term {status['term']})"
+    return f"disagreement  {_number(apart['outputs'])} in outputs, without a synchronizer"
 
 
 def _synchronizer(synchronizer: JsonObject | None) -> str:

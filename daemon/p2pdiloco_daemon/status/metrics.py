@@ -110,6 +110,9 @@ def _swarm(status: Status) -> Iterator[_Family]:
         "1 if this node is the synchronizer.",
         synchronizer is not None and synchronizer.is_self,
     )
+    if apart := status.disagreement:
+        yield _gauge("output_disagreement", "Jensen-Shannon distance to partners.", apart.outputs)
+        yield _gauge("parameter_disagreement", "Distance to partners.", apart.parameters)
     yield _gauge("members", "Known members of the run, this node included.", len(status.members))
     yield _gauge("members_alive", "Members heard of recently.", alive)
     fragments = [({"fragment": str(f.index)}, f) for f in status.fragments]
