@@ -35,11 +35,11 @@ from p2pdiloco_daemon.status.view import JsonObject
 RESULTS = Path(__file__).parent / "results" / "utilization"
 NODES = 4
 INNER_STEPS = 12
-START_S = 240.0
+START_S = 500.0
 SETTLE_S = 12.0
 """On a link that has just been narrowed, before anything is measured."""
 WINDOW_S = 36.0
-LINKS_MBIT_S = (20.0, 10.0, 5.0, 2.5)
+LINKS_MBIT_S = (10.0, 5.0, 2.5)
 PARAMETERS = 1_020_000
 VECTOR_BYTES = PARAMETERS * 1.0
 """In int8."""

@@ -395,7 +395,7 @@ async def open_node(
         now = asyncio.get_running_loop().time()
         node = await holdings.disk.run(lambda: new_node(holdings, now, me, kind, **changes))
         async with asyncio.TaskGroup() as tasks:
-            mixing = _mixing(holdings, me) if changes else None
+            mixing = mixing_of(holdings, me) if changes else None
             shell = NodeShell(node, holdings, MemoryExchange(me, network), tasks, mixing)
             if shell.gossip:
                 network.gossip[me] = shell.gossip
@@ -409,7 +409,7 @@ async def open_node(
                 owner.cancel()
 
 
-def _mixing(holdings: Holdings, me: PeerId) -> Mixing:
+def mixing_of(holdings: Holdings, me: PeerId) -> Mixing:
     settings = MixSettings(
         me=me,
         learning_rate=0.7,
