@@ -12,7 +12,7 @@ included (CONCUR, arXiv 2601.22705, counts agents the same way), and follows its
 looked at after every `CYCLE` finished turns (WAR's delta). WAR (arXiv 2607.17299) prints the rule
 with the sign of the hit rate turned round, without a reason; this is CONCUR's direction. Use is
 that of the trajectories in the window: what an engine keeps of others it gives up at need. The
-constants are ours, from `benchmarks/placement.py`; CONCUR's are 0.2, 0.5 and 0.2, increase 2,
+constants are a first guess of ours, not tuned; CONCUR's are 0.2, 0.5 and 0.2, increase 2,
 decrease 0.5.
 """
 
