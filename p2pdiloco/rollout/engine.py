@@ -10,6 +10,7 @@ else the engine does, it may not and does not change them.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,8 +18,10 @@ from transformers import PreTrainedModel
 
 from p2pdiloco.rollout.cache import Cache
 from p2pdiloco.rollout.costs import WIDTHS, CostTable, Reliability, paying_lengths
+from p2pdiloco.rollout.lean import lean_pass
 from p2pdiloco.rollout.packed import Segment, forward, in_pass_order, prepare
 from p2pdiloco.rollout.request import Finish, Progress, Request, Running, Token
+from p2pdiloco.rollout.rows import Rows
 from p2pdiloco.rollout.sampling import Choice, Sampling, decide, noise_key
 from p2pdiloco.rollout.scheduler import Scheduler
 from p2pdiloco.rollout.suffix import Draft, Drafter
@@ -77,19 +80,24 @@ class Engine:
         Without a drafter nothing is drafted, without `reuse` each prompt is computed whole.
         """
         prepare(model)
+        self._forward = lean_pass(model) or partial(forward, model)
+        self._model = model
         self.costs = CostTable()
         self.reliability = Reliability()
-        self.referee = Referee(model)
+        self.referee = Referee(model, self._logits_alone)
         self.cache = Cache(model, limits.cache_bytes, reuse=reuse)
         self.scheduler = Scheduler(
             self.cache, num_rows_max=limits.num_rows_max, num_waiting_max=limits.num_waiting_max
         )
         self.version = version
-        self._model = model
         self._limits = limits
         self._clock = clock
         self._drafter = drafter
         self._cancelled: list[Progress] = []
+        self.num_drafted = 0
+        """Draft tokens tried."""
+        self.num_held = 0
+        """Of those, the ones that the rule confirmed."""
 
     @property
     def has_work(self) -> bool:
@@ -179,7 +187,7 @@ class Engine:
         for work in works:
             end += len(work.segment.tokens)
             wanted += range(end - work.num_wanted, end)
-        return forward(self._model, [w.segment for w in works], self.cache.rows, wanted)
+        return self._forward([w.segment for w in works], self.cache.rows, wanted)
 
     def postprocess(self, works: Sequence[_Work], logits_NV: Tensor) -> list[Progress]:
         """Commits tokens, keeps finished prefixes, frees finished rows."""
@@ -223,10 +231,15 @@ class Engine:
         seconds = []
         for _ in range(_TRIALS):
             started = self._clock()
-            logits_NV = forward(self._model, segments, self.cache.rows, range(batch * width))
+            logits_NV = self._forward(segments, self.cache.rows, range(batch * width))
             decide(logits_NV, samplings, keys, self.referee.margin)
             seconds.append(self._clock() - started)
         return min(seconds)
+
+    def _logits_alone(self, tokens: Sequence[int]) -> Tensor:
+        rows = Rows(self._model)
+        rows.resize(1, len(tokens))
+        return self._forward([Segment(0, 0, tokens)], rows, range(len(tokens)))
 
     def _decoding(self, decoding: Sequence[tuple[int, Running]]) -> list[_Work]:
         """Newest token and paying draft of each of these (row, sequence)."""
@@ -271,6 +284,8 @@ class Engine:
         settled = settle(
             work.draft, choices, lambda i: self.referee.verdict(positions[i], logits_NV[i])
         )
+        self.num_drafted += len(work.draft)
+        self.num_held += len(settled) - 1
         for token, chance, choice in zip(
             work.guess.tokens, work.guess.chances, settled, strict=False
         ):

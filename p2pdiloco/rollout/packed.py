@@ -49,12 +49,18 @@ class _Group:
     is dropped."""
 
     first: int
-    source_RW: Tensor
-    """Index of the token of the pass at each padded place."""
+    num_rows: int
+    tokens: slice
+    """Of the pass, those of the group."""
+    length: int
+    """L."""
+    source_RW: Tensor | None
+    """Index of the token of the pass at each padded place. None if there is no padding and the
+    tokens come in the order of the rows."""
     place_T: Tensor
     """Flat padded place of each token of the group, in the order of the pass."""
-    mask_R1WL: Tensor
-    """0 where a query sees a slot, -inf elsewhere. Padding sees slot 0."""
+    mask_R1WL: Tensor | None
+    """0 where a query sees a slot, -inf elsewhere. Padding sees slot 0. None if all is seen."""
 
 
 class Packed:
@@ -71,15 +77,14 @@ class Packed:
         self._groups = self._grouped(segments)
 
     def attend(
-        self, layer: int, query_1HTD: Tensor, key_1KTD: Tensor, value_1KTD: Tensor, scaling: float
+        self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scaling: float
     ) -> Tensor:
-        """Stores the new keys and values of the layer; the attention output [1, T, H, D]."""
+        """Stores the new keys and values of the layer; the attention output [T, H, D]."""
         keys, values = self._rows.layers[layer]
-        keys[self._rows_T, :, self.positions_T] = key_1KTD[0].transpose(0, 1)
-        values[self._rows_T, :, self.positions_T] = value_1KTD[0].transpose(0, 1)
-        query_THD = query_1HTD[0].transpose(0, 1)
+        keys[self._rows_T, :, self.positions_T] = key_TKD
+        values[self._rows_T, :, self.positions_T] = value_TKD
         outputs = [_attend_group(group, query_THD, keys, values, scaling) for group in self._groups]
-        return torch.cat(outputs)[None]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _grouped(self, segments: Sequence[Segment]) -> list[_Group]:
         groups: list[_Group] = []
@@ -101,24 +106,32 @@ class Packed:
         source = [[0] * width for _ in range(num_rows)]
         position = [[0] * width for _ in range(num_rows)]
         place: list[int] = []
+        start = offset
         for segment in segments:
-            row, length = segment.row - first, len(segment.tokens)
-            source[row][:length] = range(offset, offset + length)
-            position[row][:length] = range(segment.start, segment.end)
-            place += range(row * width, row * width + length)
-            offset += length
-        position_RW = torch.tensor(position, device=device)
-        slot_L = torch.arange(max(s.end for s in segments), device=device)
-        mask_R1WL = torch.zeros(
-            num_rows, 1, width, len(slot_L), dtype=self._rows.dtype, device=device
-        )
-        mask_R1WL.masked_fill_(slot_L > position_RW[:, None, :, None], float("-inf"))
+            row, num_tokens = segment.row - first, len(segment.tokens)
+            source[row][:num_tokens] = range(offset, offset + num_tokens)
+            position[row][:num_tokens] = range(segment.start, segment.end)
+            place += range(row * width, row * width + num_tokens)
+            offset += num_tokens
+        is_whole = place == list(range(num_rows * width))
         return _Group(
             first,
-            torch.tensor(source, device=device),
+            num_rows,
+            slice(start, offset),
+            max(s.end for s in segments),
+            None if is_whole else torch.tensor(source, device=device),
             torch.tensor(place, device=device),
-            mask_R1WL,
+            self._mask(position, max(s.end for s in segments)),
         )
+
+    def _mask(self, position: Sequence[Sequence[int]], length: int) -> Tensor | None:
+        if all(place == length - 1 for row in position for place in row):
+            return None
+        position_RW = torch.tensor(position, device=self._rows.device)
+        slot_L = torch.arange(length, device=self._rows.device)
+        shape = (len(position), 1, len(position[0]), length)
+        mask_R1WL = torch.zeros(shape, dtype=self._rows.dtype, device=self._rows.device)
+        return mask_R1WL.masked_fill_(slot_L > position_RW[:, None, :, None], float("-inf"))
 
 
 def in_pass_order(segments: Sequence[Segment]) -> list[Segment]:
@@ -169,7 +182,8 @@ def _attention(
         )
     if packed is not None:
         layer: int = module.layer_idx  # type: ignore[assignment]
-        return packed.attend(layer, query, key, value, scaling), None
+        query_THD, key_TKD, value_TKD = (each[0].transpose(0, 1) for each in (query, key, value))
+        return packed.attend(layer, query_THD, key_TKD, value_TKD, scaling)[None], None
     output = scaled_dot_product_attention(
         query, key, value, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
     )
@@ -180,9 +194,11 @@ def _attend_group(
     group: _Group, query_THD: Tensor, keys: Tensor, values: Tensor, scaling: float
 ) -> Tensor:
     """Output [tokens of the group, H, D]."""
-    num_rows, width = group.source_RW.shape
-    rows, length = slice(group.first, group.first + num_rows), group.mask_R1WL.shape[-1]
-    query_RWHD = query_THD[group.source_RW]
+    rows, length = slice(group.first, group.first + group.num_rows), group.length
+    if group.source_RW is None:
+        query_RWHD = query_THD[group.tokens].reshape(group.num_rows, -1, *query_THD.shape[1:])
+    else:
+        query_RWHD = query_THD[group.source_RW]
     output_RHWD = scaled_dot_product_attention(
         query_RWHD.transpose(1, 2),
         keys[rows, :, :length],
@@ -191,6 +207,5 @@ def _attend_group(
         scale=scaling,
         enable_gqa=query_THD.shape[1] != keys.shape[1],
     )
-    return output_RHWD.transpose(1, 2).reshape(num_rows * width, *query_THD.shape[1:])[
-        group.place_T
-    ]
+    output_PHD = output_RHWD.transpose(1, 2).flatten(0, 1)
+    return output_PHD if group.source_RW is None else output_PHD[group.place_T]

@@ -18,6 +18,7 @@ may differ. In a mixture of experts a router near a tie moves logits by more tha
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -46,8 +47,16 @@ class Position:
 class Referee:
     """Decides what float32 leaves open, and keeps the margin honest."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        rounded_logits: Callable[[Sequence[int]], Tensor] | None = None,
+    ) -> None:
+        """`rounded_logits` gives [T, V] of a sequence alone as the engine computes them, which may
+        be otherwise than by a plain pass.
+        """
         self._model = model
+        self._rounded_logits = rounded_logits or partial(plain_logits, model)
         self.margin = 0.0
         """In logits."""
         self.num_verdicts = 0
@@ -59,7 +68,7 @@ class Referee:
         vocabulary: int = self._model.config.vocab_size
         tokens = [i * 7919 % vocabulary for i in range(_PROBE_TOKENS)]
         exact_TV = canonical_logits(self._model, tokens)
-        rounded_TV = plain_logits(self._model, tokens)
+        rounded_TV = self._rounded_logits(tokens)
         self._learn((exact_TV - rounded_TV).abs().max().item())
 
     def verdict(self, position: Position, rounded_V: Tensor) -> Choice:
