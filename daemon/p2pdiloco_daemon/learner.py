@@ -10,11 +10,9 @@ daemon only. Whatever happens to the daemon, the process leaves (see `learner_pr
 import asyncio
 import logging
 import os
-import signal
-import socket
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
@@ -23,7 +21,7 @@ import numpy as np
 
 from p2pdiloco.optim.fragments import Fragment
 from p2pdiloco.spec import RunSpec
-from p2pdiloco_daemon.bound import bound_command
+from p2pdiloco_daemon.child import EXIT_S, Child, keep_alive, start_child
 from p2pdiloco_daemon.learner_channel import (
     Blend,
     Blended,
@@ -54,7 +52,6 @@ from p2pdiloco_daemon.learner_channel import (
     Vector,
     memory_bytes,
     open_memory_file,
-    pack,
 )
 
 __all__ = [
@@ -78,24 +75,8 @@ __all__ = [
 
 LEARNER_MODULE = "p2pdiloco_daemon.learner_process"
 
-RESTART_DELAY_MAX_S = 60.0
-"""Restarts wait 1, 2, 4, ... seconds, at most this; imports alone keep a core busy for 4 s."""
-
-HEALTHY_S = 60.0
-"""A learner that has run this long was no crash at the start: the next delay is 1 s again."""
-
-CRASH_LOOP_DEATHS = 3
-"""From so many deaths in a row on, the reason says that it is a crash loop."""
-
 STOP_ASKED_S = 3.5
-STOP_TERMINATED_S = 0.8
-"""How long a stop waits for the step in hand and the inner checkpoint, then for SIGTERM."""
-
-EXIT_S = 10.0
-"""How long a process may take to end after it closed its socket; torch is slow to go, too."""
-
-STDERR_TAIL_BYTES = 8192
-"""What is kept of the learner's last words; a traceback through torch is about 4 KB."""
+"""How long a stop waits for the step in hand and the inner checkpoint, before SIGTERM."""
 
 LOOP_COPY_BYTES_MAX = 4 << 20
 """Larger vectors are copied in the worker thread: 4 MB take about a millisecond."""
@@ -207,7 +188,7 @@ class Learner:
         self._memory_fd = memory_fd
         self._sizes = tuple(fragment.size for fragment in options.fragments)
         self._memory = SharedTensors(memory_fd, self._sizes)
-        self._child: _Child | None = None
+        self._child: Child[Command] | None = None
         self._to_install: dict[int, tuple[Install | EndRound | Blend, Vector]] = {}
         self._installable = asyncio.Event()
         self._serials = [0] * len(self._sizes)
@@ -314,26 +295,21 @@ class Learner:
 
     async def keep_alive(self) -> None:
         """Starts the process again whenever it died, until `stop`."""
-        deaths = 0
-        loop = asyncio.get_running_loop()
         try:
-            while not self._stopping.is_set():
-                started = loop.time()
-                reason = await self._live()
-                if self._stopping.is_set():
-                    break
-                deaths = 1 if loop.time() - started >= HEALTHY_S else deaths + 1
-                delay_s = min(2.0 ** (deaths - 1), RESTART_DELAY_MAX_S)
-                self._on_event(Died(_describe_death(reason, deaths), delay_s))
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._stopping.wait(), delay_s)
+            await keep_alive(
+                self._live,
+                self._stopping,
+                lambda reason, delay_s: self._on_event(Died(reason, delay_s)),
+            )
         finally:
             self._ended.set()
 
     async def _live(self) -> str:
         """One life of the process; returns why it ended."""
         try:
-            child = await _start_child(self._options.threads, self._memory_fd)
+            child: Child[Command] = await start_child(
+                "the learner process", LEARNER_MODULE, self._options.threads, self._memory_fd
+            )
         except OSError as error:
             return f"the learner process could not be started: {error}"
         self._child = child
@@ -369,7 +345,7 @@ class Learner:
             eval_every_steps=options.eval_every_steps,
         )
 
-    async def _deliver_messages(self, child: "_Child") -> str | None:
+    async def _deliver_messages(self, child: Child[Command]) -> str | None:
         """Until the process closes its socket, or says what cannot be understood (returned)."""
         reader: MessageReader[Message] = MessageReader(get_args(Message))
         try:
@@ -382,7 +358,7 @@ class Learner:
             pass
         return None
 
-    async def _deliver(self, child: "_Child", message: Message) -> None:
+    async def _deliver(self, child: Child[Command], message: Message) -> None:
         match message:
             case SnapshotTaken():
                 self._on_event(await self._fetch_snapshot(child, message))
@@ -404,7 +380,7 @@ class Learner:
         self._on_event(message)
 
     async def _fetch_snapshot(
-        self, child: "_Child", taken: SnapshotTaken
+        self, child: Child[Command], taken: SnapshotTaken
     ) -> Snapshot | SnapshotRefused:
         p = taken.fragment
         values = await self._take_out(child, p)
@@ -413,13 +389,13 @@ class Learner:
             return SnapshotRefused(taken.request_id, p, reason)
         return Snapshot(taken.request_id, p, taken.base_version, taken.steps, taken.tokens, values)
 
-    async def _take_out(self, child: "_Child", fragment: int) -> Vector:
+    async def _take_out(self, child: Child[Command], fragment: int) -> Vector:
         values = np.empty(self._sizes[fragment], np.float32)
         await self._copy(values, self._memory.outgoing[fragment])
         child.send(ReleaseSnapshot(fragment))
         return values
 
-    async def _install_arrivals(self, child: "_Child") -> None:
+    async def _install_arrivals(self, child: Child[Command]) -> None:
         """Moves what waits into shared memory, unless the process has yet to read what is there."""
         while await self._installable.wait():
             self._installable.clear()
@@ -441,92 +417,8 @@ class Learner:
         if child := self._ready_child():
             child.send(SetPaused(paused))
 
-    def _ready_child(self) -> "_Child | None":
+    def _ready_child(self) -> Child[Command] | None:
         return self._child if self._child and self._child.is_ready else None
 
     def _answer(self, event: LearnerEvent) -> None:
         asyncio.get_running_loop().call_soon(self._on_event, event)
-
-
-@dataclass(slots=True)
-class _Child:
-    """One learner process."""
-
-    process: asyncio.subprocess.Process
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-    is_ready: bool = False
-    installing: set[int] = field(default_factory=set)
-    """Fragments whose `incoming` vector the process has yet to read."""
-    stderr_tail: bytes = b""
-    was_killed_here: bool = False
-
-    def send(self, command: Command) -> None:
-        if not self.writer.is_closing():
-            self.writer.write(pack(command))
-
-    async def keep_last_words(self) -> None:
-        assert self.process.stderr is not None
-        while data := await self.process.stderr.read(STDERR_TAIL_BYTES):
-            logger.debug("learner: %s", data.decode(errors="replace").rstrip())
-            self.stderr_tail = (self.stderr_tail + data)[-STDERR_TAIL_BYTES:]
-
-    def last_words(self) -> str:
-        """How the process ended and the end of what it wrote."""
-        code = self.process.returncode
-        if code is not None and code < 0:
-            how = f"killed by {signal.Signals(-code).name}"
-            if self.was_killed_here:
-                how += f" by its node, which it had left {EXIT_S:.0f} s before"
-            elif -code == signal.SIGKILL:
-                how += " (out of memory?)"
-        else:
-            how = f"exit code {code}"
-        lines = self.stderr_tail.decode(errors="replace").strip().splitlines()[-5:]
-        return "; ".join([f"the learner process ended: {how}", *map(str.strip, lines)])
-
-    async def ends_within(self, timeout_s: float) -> bool:
-        try:
-            await asyncio.wait_for(self.process.wait(), timeout_s)
-        except TimeoutError:
-            return False
-        return True
-
-    async def end(self, asked_s: float) -> None:
-        """Waits for a process that was asked to stop, then makes it."""
-        if not await self.ends_within(asked_s):
-            with suppress(ProcessLookupError):
-                self.process.terminate()
-            if not await self.ends_within(STOP_TERMINATED_S):
-                self.kill()
-
-    def kill(self) -> None:
-        """The process and all that it started."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-
-
-async def _start_child(threads: int, memory_fd: int) -> _Child:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *bound_command(LEARNER_MODULE, str(theirs.fileno()), str(memory_fd)),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.DEVNULL,
-                stderr=asyncio.subprocess.PIPE,
-                pass_fds=(theirs.fileno(), memory_fd),
-                start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": "0"},
-            )
-        except OSError:
-            ours.close()
-            raise
-    reader, writer = await asyncio.open_unix_connection(sock=ours)
-    return _Child(process, reader, writer)
-
-
-def _describe_death(reason: str, deaths: int) -> str:
-    if deaths < CRASH_LOOP_DEATHS:
-        return reason
-    return f"crash loop, {deaths} deaths in a row: {reason}"

@@ -15,13 +15,16 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Generic, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Generic, TypeVar, get_type_hints
 
 import msgpack
 import numpy as np
 import numpy.typing as npt
 
 from p2pdiloco.errors import P2PDilocoError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 MESSAGE_BYTES_MAX = 1 << 20
 """The largest message is `Start` with a run spec, itself at most 256 KiB, in it."""
@@ -277,12 +280,12 @@ Message = (
     | CheckpointFailed
 )
 
-M = TypeVar("M", Command, Message)
+M = TypeVar("M")
 
 _LENGTH_BYTES = 4
 
 
-def pack(message: Command | Message) -> bytes:
+def pack(message: "DataclassInstance") -> bytes:
     """One frame."""
     values = [getattr(message, field.name) for field in fields(message)]
     body = msgpack.packb([type(message).__name__, *values])

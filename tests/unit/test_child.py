@@ -1,4 +1,4 @@
-"""What is said of how a learner process ended."""
+"""What is said of how a child process ended."""
 
 import asyncio
 import signal
@@ -7,7 +7,8 @@ from typing import cast
 
 import pytest
 
-from p2pdiloco_daemon.learner import _Child
+from p2pdiloco_daemon.child import Child
+from p2pdiloco_daemon.learner_channel import Stop
 
 
 @pytest.mark.parametrize(
@@ -20,7 +21,8 @@ from p2pdiloco_daemon.learner import _Child
     ],
 )
 def test_a_death_is_told_with_its_last_words(code: int, was_killed_here: bool, words: str) -> None:
-    child = _Child(
+    child = Child[Stop](
+        "the learner process",
         cast(asyncio.subprocess.Process, SimpleNamespace(returncode=code)),
         cast(asyncio.StreamReader, None),
         cast(asyncio.StreamWriter, None),

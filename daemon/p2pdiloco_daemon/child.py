@@ -1,0 +1,149 @@
+"""A child process of the daemon, with a control socket and shared memory: started, heard, ended.
+
+It has a session of its own, so that a Ctrl-C in the terminal reaches the daemon only, and is killed
+with all that it started. Not here: what is said over the socket, and when to start another one.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from p2pdiloco_daemon.bound import bound_command
+from p2pdiloco_daemon.learner_channel import pack
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+RESTART_DELAY_MAX_S = 60.0
+"""Restarts wait 1, 2, 4, ... seconds, at most this; imports alone keep a core busy for 4 s."""
+
+HEALTHY_S = 60.0
+"""A process that has run this long was no crash at the start: the next delay is 1 s again."""
+
+CRASH_LOOP_DEATHS = 3
+"""From so many deaths in a row on, the reason says that it is a crash loop."""
+
+STOP_TERMINATED_S = 0.8
+"""How long a stop waits for the process after SIGTERM."""
+
+EXIT_S = 10.0
+"""How long a process may take to end after it closed its socket; torch is slow to go, too."""
+
+STDERR_TAIL_BYTES = 8192
+"""What is kept of its last words; a traceback through torch is about 4 KB."""
+
+C = TypeVar("C", bound="DataclassInstance")
+"""The commands that it takes."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Child(Generic[C]):
+    """One process: the daemon's end of its control socket, and its last words."""
+
+    name: str
+    """As a sentence begins with it."""
+    process: asyncio.subprocess.Process
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    is_ready: bool = False
+    installing: set[int] = field(default_factory=set)
+    """Fragments whose `incoming` vector the process has yet to read."""
+    was_killed_here: bool = False
+    stderr_tail: bytes = b""
+
+    def send(self, command: C) -> None:
+        if not self.writer.is_closing():
+            self.writer.write(pack(command))
+
+    async def keep_last_words(self) -> None:
+        assert self.process.stderr is not None
+        while data := await self.process.stderr.read(STDERR_TAIL_BYTES):
+            logger.debug("%s: %s", self.name, data.decode(errors="replace").rstrip())
+            self.stderr_tail = (self.stderr_tail + data)[-STDERR_TAIL_BYTES:]
+
+    def last_words(self) -> str:
+        """How the process ended and the end of what it wrote."""
+        code = self.process.returncode
+        if code is not None and code < 0:
+            how = f"killed by {signal.Signals(-code).name}"
+            if self.was_killed_here:
+                how += f" by its node, which it had left {EXIT_S:.0f} s before"
+            elif -code == signal.SIGKILL:
+                how += " (out of memory?)"
+        else:
+            how = f"exit code {code}"
+        lines = self.stderr_tail.decode(errors="replace").strip().splitlines()[-5:]
+        return "; ".join([f"{self.name} ended: {how}", *map(str.strip, lines)])
+
+    async def ends_within(self, timeout_s: float) -> bool:
+        try:
+            await asyncio.wait_for(self.process.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    async def end(self, asked_s: float) -> None:
+        """Waits for a process that was asked to stop, then makes it."""
+        if not await self.ends_within(asked_s):
+            with suppress(ProcessLookupError):
+                self.process.terminate()
+            if not await self.ends_within(STOP_TERMINATED_S):
+                self.kill()
+
+    def kill(self) -> None:
+        """The process and all that it started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+
+async def start_child(name: str, module: str, threads: int, memory_fd: int) -> Child[C]:
+    """Starts MODULE CONTROL_FD MEMORY_FD, bound to us (`bound`). OSError if that cannot be."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *bound_command(module, str(theirs.fileno()), str(memory_fd)),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.PIPE,
+                pass_fds=(theirs.fileno(), memory_fd),
+                start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": "0"},
+            )
+        except OSError:
+            ours.close()
+            raise
+    reader, writer = await asyncio.open_unix_connection(sock=ours)
+    return Child(name, process, reader, writer)
+
+
+async def keep_alive(
+    live: Callable[[], Awaitable[str]],
+    stopping: asyncio.Event,
+    on_death: Callable[[str, float], None],
+) -> None:
+    """One life after the other until `stopping`. `live` returns why it ended; `on_death` is told
+    so, with the seconds before the next life.
+    """
+    deaths = 0
+    loop = asyncio.get_running_loop()
+    while not stopping.is_set():
+        started = loop.time()
+        reason = await live()
+        if stopping.is_set():
+            break
+        deaths = 1 if loop.time() - started >= HEALTHY_S else deaths + 1
+        delay_s = min(2.0 ** (deaths - 1), RESTART_DELAY_MAX_S)
+        if deaths >= CRASH_LOOP_DEATHS:
+            reason = f"crash loop, {deaths} deaths in a row: {reason}"
+        on_death(reason, delay_s)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(stopping.wait(), delay_s)
