@@ -8,7 +8,7 @@ Leaving is the reverse of the reading order. The parts do not know this module.
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +35,7 @@ from p2pdiloco_daemon.chores import (
     settle_when_asked,
     tell_of_sleep,
 )
+from p2pdiloco_daemon.completions import Completions
 from p2pdiloco_daemon.exchange import Exchange, ExchangeError
 from p2pdiloco_daemon.files import lock_directory
 from p2pdiloco_daemon.holdings import Holdings
@@ -46,10 +47,12 @@ from p2pdiloco_daemon.network import Network, running_network
 from p2pdiloco_daemon.node import Expected, NodeShell
 from p2pdiloco_daemon.place import Place, open_place
 from p2pdiloco_daemon.report import LearnerReport, Reporter
+from p2pdiloco_daemon.rollout_report import RolloutReport
+from p2pdiloco_daemon.rollouts import Policy, RolloutEvent, RolloutOptions, running_rollouts
 from p2pdiloco_daemon.shelf import NodeShelf
 from p2pdiloco_daemon.signals import stop_signals
 from p2pdiloco_daemon.status import view
-from p2pdiloco_daemon.status.app import build_app, serving_page
+from p2pdiloco_daemon.status.app import COMPLETIONS_PATH, build_app, serving_page
 from p2pdiloco_daemon.store import Store
 from p2pdiloco_daemon.waking import mixing_of, replica_of, require_memory, wake_up
 
@@ -69,6 +72,8 @@ class NodeOptions:
     listen: tuple[str, int]
     device: str
     threads: int
+    rollouts: bool = False
+    """Whether to generate, too; see `completions`."""
     supervisor_fd: int | None = None
     """See `stop_signals`."""
 
@@ -113,6 +118,8 @@ class Ground:
     board: StatusBoard
     settle: SettleRequest
     served: ServedLog
+    completions: Completions | None
+    """None if this node does not generate."""
     stop: asyncio.Event
 
 
@@ -147,7 +154,13 @@ async def _ground(options: NodeOptions, stop: asyncio.Event) -> AsyncIterator[Gr
         identity = Identity.load_or_create(place.identity_path)
         board, settle = StatusBoard(place, identity.peer_id, started), SettleRequest()
         served = ServedLog()
-        page = build_app(board.read, settle=settle, take_served=served.take)
+        completions = Completions() if options.rollouts else None
+        page = build_app(
+            board.read,
+            settle=settle,
+            take_served=served.take,
+            complete=completions.handle if completions else None,
+        )
         board.page_url = await stack.enter_async_context(serving_page(page, options.status_port))
         logger.info("the status page is at %s", board.page_url)
         network = await stack.enter_async_context(
@@ -156,7 +169,17 @@ async def _ground(options: NodeOptions, stop: asyncio.Event) -> AsyncIterator[Gr
         traffic = Traffic()
         exchange = Exchange(network.session, traffic)
         yield Ground(
-            options, place, identity, network, exchange, traffic, board, settle, served, stop
+            options=options,
+            place=place,
+            identity=identity,
+            network=network,
+            exchange=exchange,
+            traffic=traffic,
+            board=board,
+            settle=settle,
+            served=served,
+            completions=completions,
+            stop=stop,
         )
 
 
@@ -231,6 +254,8 @@ async def _take_part(ground: Ground, signed: SignedSpec) -> None:
         on_learner = partial(_on_learner, shell, part.report)
         learner = await stack.enter_async_context(running_learner(options, on_learner, worker))
         shell.learner = learner
+        if ground.completions:
+            await stack.enter_async_context(_serving(ground.completions, ground, part, worker))
         chores = [
             tasks.create_task(work, name=name)
             for name, work in _chores(ground, part, learner, lag).items()
@@ -256,8 +281,46 @@ async def _on_the_network(ground: Ground, part: Part, host: Host) -> None:
     server = exchange_application(
         shelf, ground.traffic, part.shell.take_message, gossip=part.shell.gossip
     )
+    if ground.completions:
+        server.router.add_post(COMPLETIONS_PATH, ground.completions.handle)
     async with host.serving(server):
         await discover(host, ground.place.run_id, part.shell, part.holdings, part.look_again)
+
+
+@asynccontextmanager
+async def _serving(
+    completions: Completions, ground: Ground, part: Part, worker: Executor
+) -> AsyncIterator[None]:
+    """A rollout worker answers completions as long as the block lasts."""
+    now, report = asyncio.get_running_loop().time, RolloutReport()
+
+    def on_event(event: RolloutEvent) -> None:
+        report.take(event, now())
+
+    options = RolloutOptions(
+        spec=part.signed.spec,
+        fragments=part.holdings.replica.fragments,
+        newest=partial(_newest_policy, part.holdings),
+        device=ground.options.device,
+        threads=ground.options.threads,
+    )
+    async with running_rollouts(options, on_event, worker) as serving:
+        assert ground.board.reporter
+        ground.board.reporter.rollouts = report
+        completions.model, completions.rollouts = part.signed.spec.name, serving
+        try:
+            yield
+        finally:
+            completions.rollouts = None
+
+
+def _newest_policy(holdings: Holdings) -> Policy | None:
+    """The anchors, once all are held."""
+    held = [holdings.replica.state(p) for p in range(len(holdings.replica.fragments))]
+    states = [state for state in held if state]
+    if len(states) < len(held):
+        return None
+    return Policy(sum(state.version for state in states), [state.anchor for state in states])
 
 
 def _reporter(ground: Ground, part: Part, lag: LagMonitor) -> Reporter:

@@ -18,6 +18,7 @@ from p2pdiloco_daemon import learner as learners
 from p2pdiloco_daemon.holdings import Holdings
 from p2pdiloco_daemon.lag import LagMonitor
 from p2pdiloco_daemon.node import NodeShell
+from p2pdiloco_daemon.rollout_report import RolloutReport
 from p2pdiloco_daemon.status import view
 from p2pdiloco_daemon.status.curve import Curve
 
@@ -124,6 +125,7 @@ class Reporter:
     lag: LagMonitor
     learner: LearnerReport
     network: NetworkReport
+    rollouts: RolloutReport | None = None
     page_url: str | None = None
     stopping: bool = False
 
@@ -144,6 +146,7 @@ class Reporter:
             loss_curve=self.learner.losses.points(),
             held_out_curve=self.learner.held_out.points(),
             tokens=self._tokens(),
+            rollouts=self.rollouts.status(self.now()) if self.rollouts else None,
             merges_total=state.merges,
             first_merge_s=self._first_merge_s(),
             term=term,

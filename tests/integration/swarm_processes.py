@@ -189,11 +189,13 @@ class NodeProcess(Daemon):
         invite: str | None = None,
         port: int | None = None,
         machine: Machine = LOOPBACK,
+        options: Sequence[str] = (),
     ) -> None:
         self.port = port or machine.call(free_port)
         listen = f"{listen_host(machine)}:0"
         where = ["--dir", str(directory), "--port", str(self.port), "--listen", listen]
-        super().__init__(directory, ["join", *([invite] if invite else []), *where], machine)
+        arguments = ["join", *([invite] if invite else []), *where, *options]
+        super().__init__(directory, arguments, machine)
 
     @property
     def is_alive(self) -> bool:
@@ -233,7 +235,13 @@ class NodeProcess(Daemon):
         return self.trains() and sum(m["ready"] and m["alive"] for m in members) == count
 
     def learner(self) -> psutil.Process | None:
-        return next((c for c in self.children() if is_running(c) and _is_learner(c)), None)
+        return self._child("p2pdiloco_daemon.learner_process")
+
+    def rollout_worker(self) -> psutil.Process | None:
+        return self._child("p2pdiloco_daemon.rollout_process")
+
+    def _child(self, module: str) -> psutil.Process | None:
+        return next((c for c in self.children() if is_running(c) and _runs(c, module)), None)
 
     def network_process(self) -> psutil.Process | None:
         return next((c for c in self.children() if is_running(c) and c.name() == "p2pd"), None)
@@ -270,7 +278,7 @@ def settle_on_one_lineage(nodes: Sequence[NodeProcess]) -> None:
     wait_until("one lineage", agreed)
 
 
-def _is_learner(process: psutil.Process) -> bool:
+def _runs(process: psutil.Process, module: str) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
-        return "p2pdiloco_daemon.learner_process" in process.cmdline()
+        return module in process.cmdline()
     return False

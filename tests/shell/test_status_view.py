@@ -43,6 +43,9 @@ pacing.quiet.coverage pacing.quiet.late pacing.relearned pacing.sentence
 pacing.syncing.bound_s pacing.syncing.coverage pacing.syncing.late pacing.target_s
 peer_id protocol_version
 refusals.old_term
+rollouts.draft_acceptance rollouts.last_error rollouts.policy_version rollouts.refused
+rollouts.restarts rollouts.running rollouts.served rollouts.state rollouts.tokens
+rollouts.tokens_per_s rollouts.waiting
 rounds[].attempt rounds[].contributors[] rounds[].duration_s rounds[].fragment rounds[].outcome
 rounds[].reason rounds[].seconds_ago rounds[].synchronizer rounds[].term rounds[].version
 run.id run.name
@@ -87,6 +90,19 @@ def status(name: str = "birch") -> view.Status:
         ),
         loss_curve=[(1, 5.5), (120, 2.5)],
         held_out_curve=[(0, 5.5), (120, 2.6)],
+        rollouts=view.Rollouts(
+            state=view.RolloutState.SERVING,
+            served=12,
+            refused=1,
+            tokens=480,
+            tokens_per_s=31.5,
+            draft_acceptance=0.75,
+            running=2,
+            waiting=1,
+            policy_version=40,
+            restarts=1,
+            last_error="the rollout worker ended: killed by SIGKILL",
+        ),
         tokens=view.TokenLedger(
             processed=100, merged=70, pending=20, rejected={"late": 7}, lost={"crash": 3}
         ),

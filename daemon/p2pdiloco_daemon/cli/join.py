@@ -48,6 +48,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--threads", type=thread_count, default=1, help="CPU threads to train with (default: 1)"
     )
     parser.add_argument(
+        "--rollouts",
+        action="store_true",
+        help="generate, too: answer POST /v1/completions on the port of the status page, and of "
+        "the other nodes, with the model as it is trained (takes memory for a second copy)",
+    )
+    parser.add_argument(
         "--listen",
         type=host_and_port,
         default=("0.0.0.0", 0),
@@ -79,6 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
                 listen=(host, port),
                 device=choose_device(arguments.device),
                 threads=arguments.threads,
+                rollouts=arguments.rollouts,
                 supervisor_fd=arguments.supervisor_fd,
             )
         )

@@ -31,6 +31,7 @@ TakeServed = Callable[[bytes], None]
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
+COMPLETIONS_PATH = "/v1/completions"
 ACTION_HEADER = "X-P2PDiloco"
 """A custom header makes a browser ask first before it sends the request to another origin."""
 
@@ -72,9 +73,12 @@ def build_app(
     *,
     settle: Settle | None = None,
     take_served: TakeServed | None = None,
+    complete: Handler | None = None,
     event_interval_s: float = EVENT_INTERVAL_S,
 ) -> web.Application:
-    """The application; without `settle` and `take_served` there is nothing in it that acts."""
+    """The application; without `settle`, `take_served` and `complete` there is nothing in it that
+    acts. `complete` answers the questions at `COMPLETIONS_PATH`.
+    """
     app = web.Application(middlewares=[_guard], client_max_size=BODY_BYTES_MAX)
     streams = _EventStreams(read_status, event_interval_s)
     app.on_response_prepare.append(_add_security_headers)
@@ -96,6 +100,8 @@ def build_app(
         app.router.add_post("/api/settle", _settle_handler(settle))
     if take_served is not None:
         app.router.add_post("/api/served", _served_handler(take_served))
+    if complete is not None:
+        app.router.add_post(COMPLETIONS_PATH, complete)
     return app
 
 

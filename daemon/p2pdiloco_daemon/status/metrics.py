@@ -36,6 +36,7 @@ def _families(status: Status) -> Iterator[_Family]:
     yield from _node(status)
     yield from _learner(status)
     yield from _tokens(status)
+    yield from _rollouts(status)
     yield from _swarm(status)
     yield from _machine(status)
 
@@ -97,6 +98,25 @@ def _tokens(status: Status) -> Iterator[_Family]:
     )
     yield _by_label("tokens_lost_total", "Token-fragments lost, by reason.", "reason", tokens.lost)
     yield _gauge("tokens_add_up", "1 if the ledger adds up exactly, else 0.", tokens.adds_up)
+
+
+def _rollouts(status: Status) -> Iterator[_Family]:
+    rollouts = status.rollouts
+    if rollouts is None:
+        return
+    yield _counter("rollouts_served_total", "Answers given to their end.", rollouts.served)
+    yield _counter("rollouts_refused_total", "Requests refused.", rollouts.refused)
+    yield _counter("rollout_tokens_total", "Tokens generated.", rollouts.tokens)
+    yield _gauge("rollout_tokens_per_second", "Tokens generated per second.", rollouts.tokens_per_s)
+    yield _gauge(
+        "rollout_draft_acceptance_ratio",
+        "Share of drafted tokens that the model confirmed.",
+        rollouts.draft_acceptance,
+    )
+    yield _gauge("rollouts_running", "Requests being answered.", rollouts.running)
+    yield _gauge("rollouts_waiting", "Requests that wait.", rollouts.waiting)
+    yield _gauge("rollout_policy_version", "Merges in the policy.", rollouts.policy_version)
+    yield _counter("rollout_restarts_total", "Restarts of a dead worker.", rollouts.restarts)
 
 
 def _swarm(status: Status) -> Iterator[_Family]:

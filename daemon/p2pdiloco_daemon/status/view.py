@@ -55,6 +55,16 @@ class LearnerState(StrEnum):
     STOPPED = "stopped"
 
 
+class RolloutState(StrEnum):
+    """What the rollout worker is doing."""
+
+    STARTING = "starting"
+    WAITING = "waiting"
+    """Running, and without weights yet."""
+    SERVING = "serving"
+    RESTARTING = "restarting"
+
+
 class FragmentSync(StrEnum):
     """How this node's copy of a fragment stands against the newest the swarm is known to have."""
 
@@ -107,6 +117,28 @@ class Learner:
     evaluation_s: float = 0.0
     """Spent on the held-out loss. With `compute_s` and `stall_s` that is all a learner does: what
     is missing from the time that passed, it waited."""
+    restarts: int = 0
+    last_error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollouts:
+    """What this node generates for others; None in the status of a node that does not."""
+
+    state: RolloutState = RolloutState.STARTING
+    served: int = 0
+    """Answers given to their end."""
+    refused: int = 0
+    tokens: int = 0
+    """Generated since the daemon started."""
+    tokens_per_s: float = 0.0
+    """Over the last ten seconds."""
+    draft_acceptance: float | None = None
+    """Share of drafted tokens that the model confirmed."""
+    running: int = 0
+    waiting: int = 0
+    policy_version: int | None = None
+    """Merges in the weights that it generates with."""
     restarts: int = 0
     last_error: str | None = None
 
@@ -346,6 +378,7 @@ class Status:
     held_out_curve: Sequence[CurvePoint] = ()
     """(inner step, held-out loss in nats per byte)."""
     tokens: TokenLedger = field(default_factory=TokenLedger)
+    rollouts: Rollouts | None = None
     merges_total: int = 0
     """Merges applied by this process."""
     first_merge_s: float | None = None

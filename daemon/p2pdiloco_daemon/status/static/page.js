@@ -147,10 +147,13 @@ function drawHero(status) {
 }
 
 function problems(status) {
-  const { learner, checkpoint, tokens } = status;
+  const { learner, checkpoint, tokens, rollouts } = status;
   const found = [];
   const learnerIsDown = ["restarting", "stopped"].includes(learner.state) || status.state === "error";
   if (learner.last_error && learnerIsDown) found.push(`Learner: ${learner.last_error}`);
+  if (rollouts && rollouts.last_error && rollouts.state !== "serving") {
+    found.push(`Rollouts: ${rollouts.last_error}`);
+  }
   if (checkpoint.error) found.push(`Checkpoint not saved, training goes on: ${checkpoint.error}`);
   if (!tokens.adds_up) found.push("The token ledger does not add up. Please report this as a bug.");
   return found;
@@ -304,6 +307,21 @@ function drawLedger(status) {
 }
 
 const speedSamples = [];
+
+function drawRollouts({ rollouts }) {
+  byId("rollouts-card").hidden = !rollouts;
+  if (!rollouts) return;
+  setText("rollouts-sum", rollouts.state === "serving" ? "" : rollouts.state);
+  const figures = [
+    ["Answers given", count(rollouts.served), rollouts.refused ? `${count(rollouts.refused)} refused` : ""],
+    ["Tokens per second", count(rollouts.tokens_per_s), `${count(rollouts.tokens)} in all`],
+    ["Drafts confirmed", rollouts.draft_acceptance === null ? NONE : share(rollouts.draft_acceptance, 1), "of the tokens guessed ahead"],
+    ["In work", count(rollouts.running), `${count(rollouts.waiting)} waiting`],
+    ["Policy version", count(rollouts.policy_version), "merges in its weights"],
+  ];
+  fill(byId("rollouts"), figures.map(([term, value, note]) => (
+    el("div", "", el("dt", "", term), el("dd", "", value), el("dd", "note", note)))));
+}
 
 function drawTraffic(status) {
   const { traffic } = status;
@@ -552,6 +570,7 @@ function draw(status) {
   drawRounds(status);
   drawPacing(status);
   drawLedger(status);
+  drawRollouts(status);
   drawTraffic(status);
   drawMachine(status);
   drawEvents(status);

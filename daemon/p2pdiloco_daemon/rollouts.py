@@ -1,0 +1,318 @@
+"""The daemon's handle on its rollout worker: starts it, keeps its policy new, passes answers on.
+
+The worker is a process like the learner's (`child`), restarted whenever it dies. Who waits for an
+answer is then told so: nothing is asked twice behind anybody's back.
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import get_args
+
+import numpy as np
+
+from p2pdiloco.errors import P2PDilocoError
+from p2pdiloco.optim.fragments import Fragment
+from p2pdiloco.spec import RunSpec
+from p2pdiloco_daemon.child import Child, keep_alive, start_child
+from p2pdiloco_daemon.learner_channel import (
+    ChannelError,
+    MessageReader,
+    SharedTensors,
+    Vector,
+    memory_bytes,
+    open_memory_file,
+)
+from p2pdiloco_daemon.rollout_channel import (
+    Cancel,
+    Command,
+    Finished,
+    Installed,
+    InstallWeights,
+    Load,
+    Message,
+    Progressed,
+    Ready,
+    Refused,
+    Start,
+    Stop,
+    Submit,
+)
+
+MODULE = "p2pdiloco_daemon.rollout_process"
+
+ROWS_MAX = 32
+WAITING_MAX = 32
+"""Requests that the worker runs at once, and that wait for it. One more is refused as busy."""
+
+CACHE_BYTES = 1 << 28
+"""For the worker's keys and values."""
+
+REFRESH_S = 5.0
+"""Shortest time between two policies: each change voids all keys and values."""
+REFRESH_SHARE_MAX = 0.05
+"""Part of the time that changes of the policy may take."""
+LOOK_S = 0.5
+"""Between looks for a newer policy."""
+
+STOP_ASKED_S = 1.0
+"""How long a stop waits for the step in hand, before SIGTERM."""
+EXIT_S = 10.0
+"""How long a process may take to end after it closed its socket."""
+
+logger = logging.getLogger(__name__)
+
+
+class RolloutsBusy(P2PDilocoError):
+    """No answer now; ask again later."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A whole model: one float32 vector per fragment, none of which changes any more."""
+
+    version: int
+    """Merges in it: the sum of the fragments' versions."""
+    values: Sequence[Vector]
+
+    def is_same(self, other: "Policy") -> bool:
+        """Vectors are never changed, so the same objects are the same weights."""
+        return all(a is b for a, b in zip(self.values, other.values, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """The process ended by itself, and with it all answers."""
+
+    reason: str
+    restart_in_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What a client asks for; see `rollout_channel.Submit`."""
+
+    prompt: str = ""
+    prompt_tokens: bytes = b""
+    trajectory: str = ""
+    num_tokens_max: int = 16
+    seed: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    stops: str = "[]"
+
+
+AnswerEvent = Progressed | Finished | Refused | Died
+Answer = asyncio.Queue[AnswerEvent]
+"""Every event but `Progressed` is the last. No longer than the tokens asked for, and one."""
+
+RolloutEvent = Message | Died
+OnEvent = Callable[[RolloutEvent], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutOptions:
+    """`newest` gives the policy to serve, or None while there is none."""
+
+    spec: RunSpec
+    fragments: tuple[Fragment, ...]
+    newest: Callable[[], Policy | None]
+    device: str = "cpu"
+    threads: int = 1
+
+
+@asynccontextmanager
+async def running_rollouts(
+    options: RolloutOptions, on_event: OnEvent, executor: Executor
+) -> AsyncIterator["Rollouts"]:
+    """A worker that lives as long as the block. `executor` copies the weights."""
+    memory_fd = open_memory_file(memory_bytes([f.size for f in options.fragments]))
+    try:
+        rollouts = Rollouts(options, on_event, executor, memory_fd)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(rollouts.keep_alive(), name="rollout worker")
+            try:
+                yield rollouts
+            finally:
+                await rollouts.stop()
+    finally:
+        os.close(memory_fd)
+
+
+class Rollouts:
+    """Questions to the worker; made by `running_rollouts`."""
+
+    def __init__(
+        self, options: RolloutOptions, on_event: OnEvent, executor: Executor, memory_fd: int
+    ) -> None:
+        self._options = options
+        self._on_event = on_event
+        self._executor = executor
+        self._memory_fd = memory_fd
+        self._memory = SharedTensors(memory_fd, [f.size for f in options.fragments])
+        self._child: Child[Command] | None = None
+        self._answers: dict[int, Answer] = {}
+        self._last_id = 0
+        self._serving = False
+        """A policy was installed in the living process."""
+        self._installed: asyncio.Queue[Installed] = asyncio.Queue()
+        self._stopping = asyncio.Event()
+        self._ended = asyncio.Event()
+
+    @property
+    def pid(self) -> int | None:
+        """Of the living process."""
+        return self._child.process.pid if self._child else None
+
+    @contextmanager
+    def answering(self, question: Question) -> Iterator[Answer]:
+        """The answer as it comes; leaving the block ends it. RolloutsBusy if none can begin."""
+        child = self._child
+        if child is None or not self._serving:
+            raise RolloutsBusy("the rollout worker is starting; ask again in some seconds")
+        if len(self._answers) >= ROWS_MAX + WAITING_MAX:
+            raise RolloutsBusy(f"{len(self._answers)} requests are in work; ask again later")
+        self._last_id += 1
+        number = self._last_id
+        self._answers[number] = answer = Answer()
+        child.send(
+            Submit(
+                id=number,
+                prompt=question.prompt,
+                prompt_tokens=question.prompt_tokens,
+                trajectory=question.trajectory,
+                num_tokens_max=question.num_tokens_max,
+                seed=question.seed,
+                temperature=question.temperature,
+                top_k=question.top_k,
+                top_p=question.top_p,
+                stops=question.stops,
+            )
+        )
+        try:
+            yield answer
+        finally:
+            if self._answers.pop(number, None) is not None:
+                child.send(Cancel(number))
+
+    async def stop(self) -> None:
+        """Ends the process for good: asked, then terminated, then killed."""
+        self._stopping.set()
+        try:
+            if child := self._child:
+                child.send(Stop())
+                await child.end(asked_s=STOP_ASKED_S if child.is_ready else 0.0)
+            await self._ended.wait()
+        finally:
+            if self._child:
+                self._child.kill()
+
+    async def keep_alive(self) -> None:
+        """Starts the process again whenever it died, until `stop`."""
+        try:
+            await keep_alive(
+                self._live, self._stopping, lambda reason, s: self._on_event(Died(reason, s))
+            )
+        finally:
+            self._ended.set()
+
+    async def _live(self) -> str:
+        """One life of the process; returns why it ended."""
+        try:
+            child: Child[Command] = await start_child(
+                "the rollout worker", MODULE, self._options.threads, self._memory_fd
+            )
+        except OSError as error:
+            return f"the rollout worker could not be started: {error}"
+        self._child = child
+        reason = "the rollout worker was left"
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(child.keep_last_words(), name="rollout worker's stderr")
+                child.send(self._start_command())
+                if self._stopping.is_set():
+                    child.kill()
+                refreshing = tasks.create_task(self._keep_policy_new(child), name="policy")
+                problem = await self._deliver_messages(child)
+                refreshing.cancel()
+                if problem is None:
+                    await child.ends_within(EXIT_S)
+                child.kill()
+            await child.process.wait()
+            reason = problem or child.last_words()
+        finally:
+            child.kill()
+            self._child, self._serving = None, False
+            child.writer.close()
+            self._end_answers(reason)
+        return reason
+
+    def _start_command(self) -> Start:
+        return Start(
+            spec=self._options.spec.model_dump_json(),
+            device=self._options.device,
+            threads=self._options.threads,
+            rows_max=ROWS_MAX,
+            waiting_max=WAITING_MAX,
+            cache_bytes=CACHE_BYTES,
+        )
+
+    def _end_answers(self, reason: str) -> None:
+        for answer in self._answers.values():
+            answer.put_nowait(Died(reason, 0.0))
+        self._answers.clear()
+
+    async def _deliver_messages(self, child: Child[Command]) -> str | None:
+        """Until the process closes its socket, or says what cannot be understood (returned)."""
+        reader: MessageReader[Message] = MessageReader(get_args(Message))
+        try:
+            while data := await child.reader.read(1 << 16):
+                for message in reader.feed(data):
+                    self._deliver(child, message)
+        except ChannelError as error:
+            return f"the rollout worker sent garbage: {error}"
+        except ConnectionError:
+            pass
+        return None
+
+    def _deliver(self, child: Child[Command], message: Message) -> None:
+        match message:
+            case Progressed():
+                if answer := self._answers.get(message.id):
+                    answer.put_nowait(message)
+            case Finished() | Refused():
+                if answer := self._answers.pop(message.id, None):
+                    answer.put_nowait(message)
+            case Installed():
+                self._serving = True
+                self._installed.put_nowait(message)
+            case Ready():
+                child.is_ready = True
+            case Load():
+                pass
+        self._on_event(message)
+
+    async def _keep_policy_new(self, child: Child[Command]) -> None:
+        """Hands the worker the newest policy, not too often, as long as it lives."""
+        self._installed = asyncio.Queue()
+        served: Policy | None = None
+        while True:
+            policy = self._options.newest()
+            pause_s = LOOK_S
+            if policy is not None and (served is None or not policy.is_same(served)):
+                loop = asyncio.get_running_loop()
+                await loop.run_in_executor(self._executor, self._copy, policy)
+                child.send(InstallWeights(policy.version))
+                installed = await self._installed.get()
+                served = policy
+                pause_s = max(REFRESH_S, installed.seconds / REFRESH_SHARE_MAX)
+            await asyncio.sleep(pause_s)
+
+    def _copy(self, policy: Policy) -> None:
+        for target, source in zip(self._memory.incoming, policy.values, strict=True):
+            np.copyto(target, source)

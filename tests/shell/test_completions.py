@@ -1,0 +1,199 @@
+"""The dialect, over a real loopback socket, with a worker that plays a part."""
+
+import asyncio
+import json
+from array import array
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import cast
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from p2pdiloco_bootstrap.serving import serving_on_tcp
+from p2pdiloco_daemon.completions import Completions
+from p2pdiloco_daemon.rollout_channel import Finished, Progressed, Refused
+from p2pdiloco_daemon.rollouts import Answer, AnswerEvent, Died, Question, Rollouts, RolloutsBusy
+from p2pdiloco_daemon.status.app import COMPLETIONS_PATH
+
+
+def part(text: str, *tokens: int, version: int = 4) -> Progressed:
+    columns = (
+        array("i", tokens),
+        array("f", [-0.5] * len(tokens)),
+        array("q", [version] * len(tokens)),
+    )
+    return Progressed(1, text, *(column.tobytes() for column in columns))
+
+
+ANSWER = (part("In the ", 1, 2), part("beginning", 3, version=5), Finished(1, "length", 2))
+
+
+class Worker:
+    """Answers every question with the same events."""
+
+    def __init__(self, *events: AnswerEvent, is_busy: bool = False) -> None:
+        self._events = events
+        self._is_busy = is_busy
+        self.questions: list[Question] = []
+        self.left = asyncio.Event()
+
+    @contextmanager
+    def answering(self, question: Question) -> Iterator[Answer]:
+        if self._is_busy:
+            raise RolloutsBusy("64 requests are in work; ask again later")
+        self.questions.append(question)
+        answer = Answer()
+        for event in self._events:
+            answer.put_nowait(event)
+        try:
+            yield answer
+        finally:
+            self.left.set()
+
+
+@asynccontextmanager
+async def asking(worker: Worker | None) -> AsyncIterator[aiohttp.ClientSession]:
+    completions = Completions()
+    completions.rollouts, completions.model = cast("Rollouts", worker), "kjv"
+    app = web.Application()
+    app.router.add_post(COMPLETIONS_PATH, completions.handle)
+    timeout = aiohttp.ClientTimeout(total=20)
+    async with (
+        serving_on_tcp(app) as url,
+        aiohttp.ClientSession(url, timeout=timeout) as session,
+    ):
+        yield session
+
+
+def ask(worker: Worker | None, **body: object) -> tuple[int, dict[str, object]]:
+    async def run() -> tuple[int, dict[str, object]]:
+        async with (
+            asking(worker) as session,
+            session.post(COMPLETIONS_PATH, json={"prompt": "In", **body}) as response,
+        ):
+            return response.status, await response.json()
+
+    return asyncio.run(run())
+
+
+def stream(worker: Worker) -> list[str]:
+    """The data of each event."""
+
+    async def run() -> list[str]:
+        body = {"prompt": [7, 8], "stream": True}
+        async with (
+            asking(worker) as session,
+            session.post(COMPLETIONS_PATH, json=body) as response,
+        ):
+            assert response.content_type == "text/event-stream"
+            events = (await response.text()).strip().split("\n\n")
+            return [event.removeprefix("data: ") for event in events]
+
+    return asyncio.run(run())
+
+
+def test_an_answer_has_text_tokens_versions_and_usage() -> None:
+    status, answer = ask(Worker(*ANSWER), seed=3, logprobs=0)
+    assert status == 200
+    assert (answer["object"], answer["model"], answer["seed"]) == ("text_completion", "kjv", 3)
+    assert answer["choices"] == [
+        {
+            "index": 0,
+            "text": "In the beginning",
+            "finish_reason": "length",
+            "token_ids": [1, 2, 3],
+            "policy_versions": [4, 4, 5],
+            "logprobs": {
+                "tokens": ["token_id:1", "token_id:2", "token_id:3"],
+                "token_logprobs": [-0.5, -0.5, -0.5],
+                "top_logprobs": None,
+                "text_offset": None,
+            },
+        }
+    ]
+    assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
+
+
+def test_what_is_asked_reaches_the_worker() -> None:
+    worker = Worker(*ANSWER)
+    ask(worker, prompt=[7, 8], stop="x", max_tokens=9, temperature=0.5, top_k=3, seed=1)
+    assert worker.questions == [
+        Question(
+            prompt_tokens=array("i", [7, 8]).tobytes(),
+            stops='["x"]',
+            num_tokens_max=9,
+            temperature=0.5,
+            top_k=3,
+            seed=1,
+        )
+    ]
+
+
+def test_a_stream_has_a_part_per_event_the_end_and_done() -> None:
+    *events, end, done = stream(Worker(*ANSWER))
+    assert [json.loads(event)["choices"][0]["text"] for event in events] == ["In the ", "beginning"]
+    assert json.loads(end)["choices"][0]["finish_reason"] == "length"
+    assert json.loads(end)["usage"]["completion_tokens"] == 3
+    assert done == "[DONE]"
+
+
+def test_a_worker_that_dies_in_mid_stream_is_told_of() -> None:
+    *_, last = stream(Worker(ANSWER[0], Died("the rollout worker ended: killed by SIGKILL", 1.0)))
+    assert "killed by SIGKILL; it is started again" in json.loads(last)["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("events", "status"),
+    [
+        ([Refused(1, "the prompt is too long", is_busy=False)], 400),
+        ([Refused(1, "32 requests wait", is_busy=True)], 503),
+        ([Died("the rollout worker ended", 1.0)], 503),
+    ],
+)
+def test_a_refusal_of_the_worker_has_its_status(events: Sequence[AnswerEvent], status: int) -> None:
+    got, answer = ask(Worker(*events))
+    assert got == status
+    assert cast("Refused", events[0]).reason in str(answer["error"])
+
+
+def test_a_node_that_starts_or_is_busy_says_so() -> None:
+    for worker, reason in ((None, "is starting"), (Worker(is_busy=True), "in work")):
+        status, answer = ask(worker)
+        assert status == 503
+        assert reason in str(answer["error"])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "where"),
+    [
+        ({"prompt": ""}, "prompt: it is empty"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"n": 2}, "n: Input should be 1"),
+        ({"temperature": -1}, "temperature"),
+        ({"max_tokens": "3"}, "max_tokens"),
+        ({"echo": True}, "echo"),
+        ({"maxtokens": 3}, "maxtokens: Extra inputs"),
+    ],
+)
+def test_a_wrong_question_is_told_what_is_wrong(wrong: dict[str, object], where: str) -> None:
+    worker = Worker()
+    status, answer = ask(worker, **wrong)
+    assert status == 400
+    assert where in str(answer["error"])
+    assert not worker.questions
+
+
+def test_a_client_that_goes_away_ends_its_answer() -> None:
+    async def run() -> None:
+        worker = Worker(ANSWER[0])
+        async with asking(worker) as session:
+            body = {"prompt": "In", "stream": True}
+            response = await session.post(COMPLETIONS_PATH, json=body)
+            await response.content.readline()
+            response.close()
+            async with asyncio.timeout(10):
+                await worker.left.wait()
+
+    asyncio.run(run())
