@@ -204,11 +204,6 @@ class RolloutProcess:
             prompt = tuple(int(t) for t in self._tokenizer.encode(wanted.prompt.encode()))
         else:
             prompt = tuple(_numbers("i", wanted.prompt_tokens))
-        known = self._tokenizer.vocabulary_size
-        if any(not 0 <= token < known for token in prompt):
-            raise ValueError(
-                f"a token of the prompt is not one of the {known} that the model knows"
-            )
         if len(prompt) + wanted.num_tokens_max > self._length_max:
             raise ValueError(
                 f"the model is trained on {self._length_max} tokens; the prompt has {len(prompt)}"

@@ -112,6 +112,12 @@ class Engine:
                 f"request {request.id!r} may grow to {request.length_max} tokens, but the model"
                 f" knows {positions} positions; shorten the prompt or ask for fewer tokens"
             )
+        vocabulary: int = self._model.config.vocab_size
+        if not all(0 <= token < vocabulary for token in request.prompt):
+            raise ValueError(
+                f"request {request.id!r} has a token that is not one of the {vocabulary} that the"
+                " model knows"
+            )
         self.scheduler.add(request)
 
     @torch.inference_mode()

@@ -219,6 +219,8 @@ def test_a_full_queue_refuses() -> None:
 
 def test_a_request_that_can_never_run_is_refused() -> None:
     [request] = requests(1)
+    with pytest.raises(ValueError, match="one of the 61 that the model knows"):
+        small_engine().submit(replace(request, prompt=(0, 61)))
     with pytest.raises(ValueError, match="knows 512 positions"):
         small_engine().submit(replace(request, num_tokens_max=500))
     with pytest.raises(ValueError, match="give the cache more memory"):
