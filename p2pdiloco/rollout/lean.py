@@ -23,6 +23,9 @@ from transformers import LlamaForCausalLM, PretrainedConfig, PreTrainedModel
 from p2pdiloco.rollout.packed import Packed, Segment
 from p2pdiloco.rollout.rows import Rows
 
+LARGE = 1 << 20
+"""Elements of a weight that stays in no cache from one step to the next."""
+
 Pass = Callable[[Sequence[Segment], Rows, Sequence[int]], Tensor]
 """Logits [N, V] at the wanted tokens; the rows then hold the keys and values of all."""
 
@@ -43,10 +46,12 @@ class _LeanLlama:
     def __init__(self, model: PreTrainedModel) -> None:
         decoder = model.model
         self._rotary = decoder.rotary_emb
+        head = _weight(model.lm_head)
+        head.data = _laid_out(head.data)
         self._embedding = _weight(decoder.embed_tokens)
         self._layers = [_Layer(layer, model.config) for layer in decoder.layers]
         self._norm = _Norm(decoder.norm, model.config)
-        self._head = _weight(model.lm_head)
+        self._head = head
 
     def __call__(self, segments: Sequence[Segment], rows: Rows, wanted: Sequence[int]) -> Tensor:
         packed = Packed(segments, rows)
@@ -116,8 +121,18 @@ def _weight(module: nn.Module) -> nn.Parameter:
 def _joined(module: nn.Module, *names: str) -> Tensor:
     """One weight, of which those of the module's projections become views."""
     weights = [_weight(module.get_submodule(name)) for name in names]
-    joint = torch.cat([weight.data for weight in weights])
+    joint = _laid_out(torch.cat([weight.data for weight in weights]))
     ends = list(accumulate(len(weight) for weight in weights))
     for weight, end in zip(weights, ends, strict=True):
         weight.data = joint[end - len(weight) : end]
     return joint
+
+
+def _laid_out(weight_NK: Tensor) -> Tensor:
+    """The same matrix, where it is large and wide with its columns one after the other: products
+    with few rows then read it twice as fast (measured with MKL, 3072 by 576 and 49152 by 576).
+    """
+    num_outputs, num_inputs = weight_NK.shape
+    if num_outputs < 2 * num_inputs or weight_NK.numel() < LARGE:
+        return weight_NK
+    return weight_NK.t().contiguous().t()

@@ -9,6 +9,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from p2pdiloco.rollout import lean
 from p2pdiloco.rollout.lean import lean_pass
 from p2pdiloco.rollout.packed import Segment, forward, in_pass_order, prepare
 from p2pdiloco.rollout.rows import Rows
@@ -28,8 +29,12 @@ def tied_model() -> PreTrainedModel:
     return LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True)).eval()
 
 
+@pytest.mark.parametrize("large", [1, lean.LARGE])
 @pytest.mark.parametrize("build", [small_model, tied_model])
-def test_a_lean_pass_gives_the_logits_of_the_modules(build: type) -> None:
+def test_a_lean_pass_gives_the_logits_of_the_modules(
+    build: type, large: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lean, "LARGE", large)
     model: PreTrainedModel = build()
     prepare(model)
     segments = in_pass_order([Segment(0, 0, range(40, 0, -1)), Segment(1, 0, [1, 2, 3])])
