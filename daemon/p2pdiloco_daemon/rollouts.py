@@ -215,11 +215,13 @@ class Rollouts:
     async def keep_alive(self) -> None:
         """Starts the process again whenever it died, until `stop`."""
         try:
-            await keep_alive(
-                self._live, self._stopping, lambda reason, s: self._on_event(Died(reason, s))
-            )
+            await keep_alive(self._live, self._stopping, self._tell_death)
         finally:
             self._ended.set()
+
+    def _tell_death(self, reason: str, restart_in_s: float) -> None:
+        logger.warning("%s; started again in %.0f s", reason, restart_in_s)
+        self._on_event(Died(reason, restart_in_s))
 
     async def _live(self) -> str:
         """One life of the process; returns why it ended."""
@@ -302,7 +304,7 @@ class Rollouts:
         self._installed = asyncio.Queue()
         served: Policy | None = None
         while True:
-            policy = self._options.newest()
+            policy = self._options.newest() if child.is_ready else None
             pause_s = LOOK_S
             if policy is not None and (served is None or not policy.is_same(served)):
                 loop = asyncio.get_running_loop()
