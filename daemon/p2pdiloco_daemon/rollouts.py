@@ -18,7 +18,7 @@ import numpy as np
 from p2pdiloco.errors import P2PDilocoError
 from p2pdiloco.optim.fragments import Fragment
 from p2pdiloco.spec import RunSpec
-from p2pdiloco_daemon.child import Child, keep_alive, start_child
+from p2pdiloco_daemon.child import EXIT_S, Child, keep_alive, start_child
 from p2pdiloco_daemon.learner_channel import (
     ChannelError,
     MessageReader,
@@ -61,8 +61,6 @@ LOOK_S = 0.5
 
 STOP_ASKED_S = 1.0
 """How long a stop waits for the step in hand, before SIGTERM."""
-EXIT_S = 10.0
-"""How long a process may take to end after it closed its socket."""
 
 logger = logging.getLogger(__name__)
 
@@ -243,7 +241,7 @@ class Rollouts:
                 problem = await self._deliver_messages(child)
                 refreshing.cancel()
                 if problem is None:
-                    await child.ends_within(EXIT_S)
+                    child.was_killed_here = not await child.ends_within(EXIT_S)
                 child.kill()
             await child.process.wait()
             reason = problem or child.last_words()
