@@ -10,7 +10,7 @@ answers. Sampling is at temperature 1. The preset is first trained on such dialo
 seconds, so its text is as regular as they are: an upper bound for free prose. A checkpoint is taken
 as it is, with one dialogue as an example in its prompt; its turns are of full length.
 
-All variants of a load run in turns, `ROUNDS` times; the figures are medians of generated tokens per
+All variants of a load run in turns, some rounds; the figures are medians of generated tokens per
 second of process time on one thread, so that other programs on the machine matter little. The
 engine's variants must produce the same tokens, all at once or one trajectory at a time: that is
 checked. `generate` draws its own tokens and computes each turn's history anew; "without reuse" is
@@ -23,7 +23,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from statistics import median
@@ -40,13 +40,9 @@ from p2pdiloco.rollout.request import Request
 from p2pdiloco.rollout.sampling import Sampling
 from p2pdiloco.rollout.suffix import SuffixDrafter
 from p2pdiloco.spec import ModelSpec
+from p2pdiloco_daemon.status.view import JsonObject
 
 RESULTS = Path(__file__).parent / "results" / "rollout"
-ROUNDS = 3
-EPOCHS = 2
-GROUP = 4
-TURNS = 3
-TURN_TOKENS = 40
 SEQUENCE_LENGTH = 512
 TRAINING_STEPS = 150
 BASE = "engine without drafts"
@@ -70,6 +66,24 @@ class ByteCodec:
 
 
 @dataclass(frozen=True, slots=True)
+class Workload:
+    """What is played, and how often it is measured."""
+
+    rounds: int
+    group: int
+    """Trajectories with one task."""
+    turn_tokens: int
+    """An answer's tokens, at most."""
+    turns: int = 3
+    epochs: int = 2
+
+
+BRISK = Workload(rounds=3, group=4, turn_tokens=40)
+SLOW = Workload(rounds=1, group=2, turn_tokens=24)
+"""For a model that takes a tenth of a second per token."""
+
+
+@dataclass(frozen=True, slots=True)
 class Policy:
     """The model, its tokens, and what all its prompts begin with."""
 
@@ -79,6 +93,7 @@ class Policy:
     ends: frozenset[int]
     """Tokens that end a turn: line feeds, or a pretrained model's end of text."""
     preamble: str
+    workload: Workload
 
 
 @dataclass(slots=True)
@@ -103,7 +118,7 @@ class Dialogue:
             id=f"{self.name}/{self.turn}",
             trajectory=self.name,
             prompt=tuple(self.tokens),
-            num_tokens_max=TURN_TOKENS,
+            num_tokens_max=self.policy.workload.turn_tokens,
             sampling=Sampling(seed=1),
             stop_tokens=self.policy.ends,
         )
@@ -118,7 +133,7 @@ class Dialogue:
             self.tokens += codec.encode("\n")
         self.tokens += codec.encode(_result(word, self._rng.randint(10, 99)))
         self.turn += 1
-        return self.turn < TURNS
+        return self.turn < self.policy.workload.turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,9 +175,9 @@ def _one_at_a_time(policy: Policy, load: int) -> Outcome:
 
 
 def measured(policy: Policy, load: int, variants: dict[str, Variant]) -> dict[str, list[Outcome]]:
-    """`ROUNDS` outcomes of each variant; the engine's must agree about the tokens."""
+    """The outcomes of each variant; the engine's must agree about the tokens."""
     outcomes: dict[str, list[Outcome]] = {name: [] for name in variants}
-    for _ in range(ROUNDS):
+    for _ in range(policy.workload.rounds):
         for name, run in variants.items():
             outcomes[name].append(run(policy, load))
             print(policy.name, load, name, round(outcomes[name][-1].rate, 1), file=sys.stderr)
@@ -177,6 +192,7 @@ def keep(policy: Policy, load: int, outcomes: dict[str, list[Outcome]]) -> None:
     result = json.loads(kept.read_text()) if kept.exists() else {}
     result.setdefault(policy.name, {})[str(load)] = {
         "machine": machine(),
+        "workload": asdict(policy.workload),
         "variants": {
             name: [{"tokens_per_s": o.rate, "tokens": o.num_tokens, **o.detail} for o in runs]
             for name, runs in outcomes.items()
@@ -185,7 +201,7 @@ def keep(policy: Policy, load: int, outcomes: dict[str, list[Outcome]]) -> None:
     write(RESULTS, result, report(result))
 
 
-def report(result: dict[str, dict[str, dict[str, dict[str, list[dict[str, float]]]]]]) -> str:
+def report(result: JsonObject) -> str:
     rows: list[list[object]] = []
     for name, loads in result.items():
         for load, measured in loads.items():
@@ -193,17 +209,18 @@ def report(result: dict[str, dict[str, dict[str, dict[str, list[dict[str, float]
                 variant: median(run["tokens_per_s"] for run in runs)
                 for variant, runs in measured["variants"].items()
             }
+            work = measured["workload"]
+            shape = f"{work['turns']} turns of {work['turn_tokens']}"
             for variant, rate in rates.items():
-                last = measured["variants"][variant][-1]
-                detail = {k: v for k, v in last.items() if k not in ("tokens_per_s", "tokens")}
-                told = ", ".join(f"{key} {value:g}" for key, value in detail.items())
+                runs = measured["variants"][variant]
+                steps = runs[-1].get("tokens per step", "")
                 ratio = f"{rate / rates[BASE]:.2f}"
-                rows.append([name, load, variant, f"{rate:.0f}", ratio, told])
-    columns = ["model", "at once", "variant", "tokens/s", "ratio", "of the last run"]
+                rows.append([name, load, shape, variant, len(runs), f"{rate:.1f}", ratio, steps])
+    columns = ["model", "at once", "at most", "variant", "runs", "tokens/s", "ratio", "per step"]
     head = (
-        "Rollout throughput on one thread, tokens per second of process time, medians of"
-        f" {ROUNDS} runs in turns. {TURNS} turns of at most {TURN_TOKENS} tokens at temperature 1,"
-        f" {EPOCHS} epochs over the same tasks. The ratio is to the {BASE}, with the same tokens."
+        "Rollout throughput on one thread: generated tokens per second of process time, medians of"
+        " runs in turns, at temperature 1, two epochs over the same tasks. The ratio is to the"
+        f" {BASE}, with the same tokens; the last column counts the tokens of a step."
     )
     return f"{head}\n\n{table(columns, rows)}"
 
@@ -221,7 +238,7 @@ def trained() -> Policy:
         optimizer.step()
         optimizer.zero_grad()
     print(f"trained to {loss.item():.3f} nats per byte", file=sys.stderr)
-    return Policy("tiny, trained", model.eval(), ByteCodec(), frozenset(b"\n"), "")
+    return Policy("tiny, trained", model.eval(), ByteCodec(), frozenset(b"\n"), "", BRISK)
 
 
 def pretrained(directory: Path) -> Policy:
@@ -229,7 +246,7 @@ def pretrained(directory: Path) -> Policy:
     tokenizer = AutoTokenizer.from_pretrained(directory)
     example = f"Look words up with the tool, one after the other.\n{_dialogue(random.Random(1))}\n"
     ends = frozenset({int(tokenizer.eos_token_id)})
-    return Policy(directory.name, model.eval(), tokenizer, ends, example)
+    return Policy(directory.name, model.eval(), tokenizer, ends, example, SLOW)
 
 
 def with_engine(
@@ -250,7 +267,7 @@ def with_engine(
         engine.calibrate()
     calibrated = time.process_time()
     digest, num_tokens, num_steps = blake2b(digest_size=8), 0, 0
-    for epoch in range(EPOCHS):
+    for epoch in range(policy.workload.epochs):
         dialogues = _dialogues(policy, load, epoch)
         tokens, steps = _play(engine, dialogues, at_once or load)
         num_tokens, num_steps = num_tokens + tokens, num_steps + steps
@@ -295,11 +312,11 @@ def with_generate(policy: Policy, load: int) -> Outcome:
     torch.manual_seed(0)
     num_tokens = 0
     started = time.process_time()
-    for epoch in range(EPOCHS):
+    for epoch in range(policy.workload.epochs):
         dialogues = _dialogues(policy, load, epoch)
         for first in range(0, len(dialogues), load):
             batch = dialogues[first : first + load]
-            for _turn in range(TURNS):
+            for _turn in range(policy.workload.turns):
                 for dialogue, answer in zip(batch, _generated(policy, batch), strict=True):
                     num_tokens += len(answer)
                     dialogue.answered(answer)
@@ -315,7 +332,7 @@ def _generated(policy: Policy, batch: Sequence[Dialogue]) -> list[list[int]]:
         attention_mask=mask.long(),
         do_sample=True,
         top_k=0,
-        max_new_tokens=TURN_TOKENS,
+        max_new_tokens=policy.workload.turn_tokens,
         eos_token_id=sorted(policy.ends),
         pad_token_id=0,
     )[:, length:].tolist()
@@ -329,8 +346,9 @@ def _until_end(tokens: list[int], ends: frozenset[int]) -> list[int]:
 
 def _dialogues(policy: Policy, load: int, epoch: int) -> list[Dialogue]:
     """The tasks of all epochs are the same, the noise is not."""
-    number = max(GROUP, load)
-    return [Dialogue(policy, f"e{epoch}d{index}", index // GROUP) for index in range(number)]
+    group = policy.workload.group
+    number = max(group, load)
+    return [Dialogue(policy, f"e{epoch}d{index}", index // group) for index in range(number)]
 
 
 def _dialogue(rng: random.Random) -> str:
