@@ -49,7 +49,7 @@ def test_frames_may_arrive_in_any_pieces() -> None:
 def test_every_field_is_a_kind_the_channel_checks() -> None:
     kinds = (*get_args(Command), *get_args(Message))
     types = {field.type for kind in kinds for field in dataclasses.fields(kind)}
-    assert types == {int, float, str, bool}
+    assert types == {int, float, str, bool, bytes}
 
 
 @pytest.mark.parametrize(
