@@ -262,7 +262,7 @@ async def _take_part(ground: Ground, signed: SignedSpec) -> None:
         ]
         await ground.stop.wait()
         ground.board.reporter.stopping = True
-        await _leave(shell, learner, owner)
+        await _leave(ground, shell, learner, owner)
         for chore in chores:
             chore.cancel()
         shell.save()
@@ -359,9 +359,14 @@ def _chores(
     return chores
 
 
-async def _leave(shell: NodeShell, learner: Learner, owner: asyncio.Task[None]) -> None:
+async def _leave(
+    ground: Ground, shell: NodeShell, learner: Learner, owner: asyncio.Task[None]
+) -> None:
     logger.info("leaving")
-    await learner.stop()
+    async with asyncio.TaskGroup() as stops:
+        stops.create_task(learner.stop())
+        if ground.completions and ground.completions.rollouts:
+            stops.create_task(ground.completions.rollouts.stop())
     await shell.leave(GOODBYE_S)
     await owner
 
