@@ -164,9 +164,13 @@ class Gossiper:
         if told.fragment >= len(self.rounds):
             raise PeerError(f"fragment {told.fragment}; the run has {len(self.rounds)}")
         round_, before = self.rounds[told.fragment], self._before[told.fragment]
-        if round_ is None or told.round > round_.round or not self.node.cooled_down(sender):
+        if round_ is None or told.round > round_.round:
             return []
         links = round_.links(told.part) if told.round == round_.round else None
+        if not self.node.cooled_down(sender):  # it must not wait for us
+            if links and sender in links.partners:
+                links.give_up(sender, "it is left alone for something wrong")
+            return [] if told.stage == "void" else [told._replace(stage="void")]
         if links and sender in links.partners:
             answer = links.heard(sender, told)
             self._fetch(links, sender)

@@ -124,6 +124,15 @@ def test_wrong_bytes_are_held_against_the_partner() -> None:
     assert not script.node.state.cooled_down(B)
 
 
+def test_who_is_left_alone_is_told_that_nothing_counts() -> None:
+    script = gossiping(B)
+    script.hear(B, says("open"))
+    failed = events.MixFailed(MixId(0, 3, "start"), B, "values that are not finite", hostile=True)
+    script.do(failed)
+    assert told(script.hear(B, says("half"))) == [(B, "void")]
+    assert script.hear(B, says("void")) == []
+
+
 def test_a_fragment_that_the_run_does_not_have_is_refused() -> None:
     script = gossiping(B)
     script.hear(B, Mixing((Link(9, 3, "start", "open", 0.5),)))
