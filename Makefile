@@ -9,9 +9,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 export GOMP_SPINCOUNT ?= 0
 
-# All tests, one after the other; WORKERS=logical: by as many workers as there are cores, see
+# All tests: by as many workers as there are cores (WORKERS=0: one after the other), see
 # tests/conftest.py.
-WORKERS ?= 0
+WORKERS ?= logical
 AT_ONCE := --numprocesses $(WORKERS) --no-loadscope-reorder
 
 .PHONY: help install demo test check style types imports format clean

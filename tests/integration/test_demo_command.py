@@ -67,18 +67,19 @@ def outcome_with_a_kill(tmp_path: Path, *arguments: str) -> JsonObject:
     """Of a demo in which the second of three nodes is killed after some merges."""
     port = free_ports(3)
     where = ["--dir", str(tmp_path / "demo"), "--port", str(port)]
-    demo = subprocess.Popen(
-        [
-            sys.executable,
-            *("-m", "p2pdiloco_daemon.cli.main", "demo"),
-            "--json",
-            *where,
-            *arguments,
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
+    with (tmp_path / "said").open("w") as said:
+        demo = subprocess.Popen(
+            [
+                sys.executable,
+                *("-m", "p2pdiloco_daemon.cli.main", "demo"),
+                "--json",
+                *where,
+                *arguments,
+            ],
+            stdout=subprocess.PIPE,
+            stderr=said,
+            text=True,
+        )
     try:
 
         def all_merged() -> bool:
@@ -103,6 +104,8 @@ def outcome_with_a_kill(tmp_path: Path, *arguments: str) -> JsonObject:
             demo.communicate()
 
     assert demo.returncode == 0
+    for offset in range(3):
+        assert f"http://127.0.0.1:{port + offset}/" in (tmp_path / "said").read_text()
     assert [status_of(port + offset) for offset in range(3)] == [None, None, None]
     outcome: JsonObject = json.loads(output.splitlines()[-1])
     assert [node["end"] for node in outcome["nodes"]] == [None, "killed by SIGKILL", None]

@@ -16,7 +16,11 @@ def test_the_first_signal_asks_to_stop(number: signal.Signals) -> None:
             os.kill(os.getpid(), number)
             await stop.wait()
 
-    asyncio.run(main())
+    before = signal.signal(number, signal.SIG_DFL)  # the tests themselves may run under nohup
+    try:
+        asyncio.run(main())
+    finally:
+        signal.signal(number, before)
 
 
 def test_under_nohup_the_end_of_the_terminal_stops_nothing() -> None:

@@ -105,6 +105,7 @@ async def _train(
         _nodes(options, invite) as nodes,
         aiohttp.ClientSession() as session,
     ):
+        display.say("; ".join(f"{node.name}: http://127.0.0.1:{node.port}/" for node in nodes))
         reader = StatusReader(session, nodes)
         await _watch(nodes, reader, requests, options.minutes, display)
         display.say("settling: training stops, merges in flight reach everybody ...")
