@@ -189,6 +189,9 @@ function learnersHere(status) {
 function drawMembers(status) {
   const silent = status.members.filter((m) => !m.alive).length;
   const here = plural(learnersHere(status), "learner");
+  setText("members-why", status.disagreement
+    ? "Every node mixes with partners; there is no synchronizer."
+    : "The synchronizer gathers and merges; the job moves on by itself.");
   setText("members-sum", silent ? `${here}, ${count(silent)} silent` : here);
   const order = (m) => `${[!m.is_self, !m.alive, !m.ready].map(Number).join("")}${clean(m.name)} ${m.peer}`;
   const sorted = [...status.members].sort((a, b) => (order(a) < order(b) ? -1 : 1));
