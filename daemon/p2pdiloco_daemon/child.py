@@ -1,7 +1,7 @@
 """A child process of the daemon, with a control socket and shared memory: started, heard, ended.
 
 It has a session of its own, so that a Ctrl-C in the terminal reaches the daemon only, and is killed
-with all that it started. Not here: what is said over the socket, and when to start another one.
+with all that it started. Not here: what is said over the socket; `keeper` starts another one.
 """
 
 import asyncio
@@ -9,7 +9,6 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -19,15 +18,6 @@ from p2pdiloco_daemon.learner_channel import pack
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
-
-RESTART_DELAY_MAX_S = 60.0
-"""Restarts wait 1, 2, 4, ... seconds, at most this; imports alone keep a core busy for 4 s."""
-
-HEALTHY_S = 60.0
-"""A process that has run this long was no crash at the start: the next delay is 1 s again."""
-
-CRASH_LOOP_DEATHS = 3
-"""From so many deaths in a row on, the reason says that it is a crash loop."""
 
 STOP_TERMINATED_S = 0.8
 """How long a stop waits for the process after SIGTERM."""
@@ -123,27 +113,3 @@ async def start_child(name: str, module: str, threads: int, memory_fd: int) -> C
             raise
     reader, writer = await asyncio.open_unix_connection(sock=ours)
     return Child(name, process, reader, writer)
-
-
-async def keep_alive(
-    live: Callable[[], Awaitable[str]],
-    stopping: asyncio.Event,
-    on_death: Callable[[str, float], None],
-) -> None:
-    """One life after the other until `stopping`. `live` returns why it ended; `on_death` is told
-    so, with the seconds before the next life.
-    """
-    deaths = 0
-    loop = asyncio.get_running_loop()
-    while not stopping.is_set():
-        started = loop.time()
-        reason = await live()
-        if stopping.is_set():
-            break
-        deaths = 1 if loop.time() - started >= HEALTHY_S else deaths + 1
-        delay_s = min(2.0 ** (deaths - 1), RESTART_DELAY_MAX_S)
-        if deaths >= CRASH_LOOP_DEATHS:
-            reason = f"crash loop, {deaths} deaths in a row: {reason}"
-        on_death(reason, delay_s)
-        with suppress(TimeoutError):
-            await asyncio.wait_for(stopping.wait(), delay_s)

@@ -9,10 +9,9 @@ daemon only. Whatever happens to the daemon, the process leaves (see `learner_pr
 
 import asyncio
 import logging
-import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import Executor
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
@@ -21,11 +20,11 @@ import numpy as np
 
 from p2pdiloco.optim.fragments import Fragment
 from p2pdiloco.spec import RunSpec
-from p2pdiloco_daemon.child import EXIT_S, Child, keep_alive, start_child
+from p2pdiloco_daemon.child import Child
+from p2pdiloco_daemon.keeper import ChildKeeper, kept_alive
 from p2pdiloco_daemon.learner_channel import (
     Blend,
     Blended,
-    ChannelError,
     CheckpointFailed,
     Command,
     EndRound,
@@ -34,7 +33,6 @@ from p2pdiloco_daemon.learner_channel import (
     Install,
     Installed,
     Message,
-    MessageReader,
     Ready,
     ReleaseSnapshot,
     RoundEnded,
@@ -50,8 +48,6 @@ from p2pdiloco_daemon.learner_channel import (
     Stop,
     TakeSnapshot,
     Vector,
-    memory_bytes,
-    open_memory_file,
 )
 
 __all__ = [
@@ -72,8 +68,6 @@ __all__ = [
     "StepsDone",
     "running_learner",
 ]
-
-LEARNER_MODULE = "p2pdiloco_daemon.learner_process"
 
 STOP_ASKED_S = 3.5
 """How long a stop waits for the step in hand and the inner checkpoint, before SIGTERM."""
@@ -153,54 +147,43 @@ class LearnerOptions:
     """At least this many steps between evaluations, and at least 19 times the time one takes."""
 
 
-@asynccontextmanager
-async def running_learner(
+def running_learner(
     options: LearnerOptions, on_event: OnEvent, executor: Executor
-) -> AsyncIterator["Learner"]:
+) -> AbstractAsyncContextManager["Learner"]:
     """A learner that lives as long as the block; its events come in order, in the event loop.
 
     `executor` copies large vectors; it should have one thread. An exception in the block or in
     `on_event` leaves as an ExceptionGroup.
     """
-    sizes = tuple(fragment.size for fragment in options.fragments)
-    memory_fd = open_memory_file(memory_bytes(sizes))
-    try:
-        learner = Learner(options, on_event, executor, memory_fd)
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(learner.keep_alive(), name="learner")
-            try:
-                yield learner
-            finally:
-                await learner.stop()
-    finally:
-        os.close(memory_fd)
+    return kept_alive(
+        lambda memory_fd: Learner(options, on_event, executor, memory_fd),
+        [fragment.size for fragment in options.fragments],
+    )
 
 
-class Learner:
+class Learner(ChildKeeper[Command, Message]):
     """Commands to the learner; made by `running_learner`."""
+
+    name = "the learner process"
+    module = "p2pdiloco_daemon.learner_process"
+    messages = get_args(Message)
+    goodbye = Stop()
+    asked_s = STOP_ASKED_S
 
     def __init__(
         self, options: LearnerOptions, on_event: OnEvent, executor: Executor, memory_fd: int
     ) -> None:
+        super().__init__(options.threads, memory_fd)
         self._options = options
         self._on_event = on_event
         self._executor = executor
-        self._memory_fd = memory_fd
         self._sizes = tuple(fragment.size for fragment in options.fragments)
         self._memory = SharedTensors(memory_fd, self._sizes)
-        self._child: Child[Command] | None = None
         self._to_install: dict[int, tuple[Install | EndRound | Blend, Vector]] = {}
         self._installable = asyncio.Event()
         self._serials = [0] * len(self._sizes)
         self._last_request = 0
         self._paused = False
-        self._stopping = asyncio.Event()
-        self._ended = asyncio.Event()
-
-    @property
-    def pid(self) -> int | None:
-        """Of the living process."""
-        return self._child.process.pid if self._child else None
 
     def install(self, fragment: int, version: int, values: Vector) -> None:
         """Has the learner overwrite a fragment at its next step boundary; answered by `Installed`.
@@ -281,59 +264,15 @@ class Learner:
     def resume(self) -> None:
         self._set_paused(False)
 
-    async def stop(self) -> None:
-        """Ends the process for good, within 5 s: asked, then terminated, then killed."""
-        self._stopping.set()
-        try:
-            if child := self._child:
-                child.send(Stop())
-                await child.end(asked_s=STOP_ASKED_S if child.is_ready else 0.0)
-            await self._ended.wait()
-        finally:
-            if self._child:
-                self._child.kill()
+    # ---------------------------------------------------------------- its lives
 
-    async def keep_alive(self) -> None:
-        """Starts the process again whenever it died, until `stop`."""
-        try:
-            await keep_alive(
-                self._live,
-                self._stopping,
-                lambda reason, delay_s: self._on_event(Died(reason, delay_s)),
-            )
-        finally:
-            self._ended.set()
+    def _tell_death(self, reason: str, restart_in_s: float) -> None:
+        self._on_event(Died(reason, restart_in_s))
 
-    async def _live(self) -> str:
-        """One life of the process; returns why it ended."""
-        try:
-            child: Child[Command] = await start_child(
-                "the learner process", LEARNER_MODULE, self._options.threads, self._memory_fd
-            )
-        except OSError as error:
-            return f"the learner process could not be started: {error}"
-        self._child = child
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(child.keep_last_words(), name="learner stderr")
-                installing = tasks.create_task(self._install_arrivals(child), name="install")
-                child.send(self._start_command())
-                if self._stopping.is_set():
-                    child.kill()
-                problem = await self._deliver_messages(child)
-                installing.cancel()
-                if problem is None:
-                    child.was_killed_here = not await child.ends_within(EXIT_S)
-                child.kill()
-            await child.process.wait()
-        finally:
-            child.kill()
-            self._child = None
-            self._to_install.clear()
-            child.writer.close()
-        return problem or child.last_words()
+    def _life_over(self, reason: str) -> None:
+        self._to_install.clear()
 
-    def _start_command(self) -> Start:
+    def _greeting(self) -> Start:
         options = self._options
         return Start(
             spec=options.spec.model_dump_json(),
@@ -344,19 +283,6 @@ class Learner:
             niceness=options.niceness,
             eval_every_steps=options.eval_every_steps,
         )
-
-    async def _deliver_messages(self, child: Child[Command]) -> str | None:
-        """Until the process closes its socket, or says what cannot be understood (returned)."""
-        reader: MessageReader[Message] = MessageReader(get_args(Message))
-        try:
-            while data := await child.reader.read(1 << 16):
-                for message in reader.feed(data):
-                    await self._deliver(child, message)
-        except ChannelError as error:
-            return f"the learner process sent garbage: {error}"
-        except ConnectionError:
-            pass
-        return None
 
     async def _deliver(self, child: Child[Command], message: Message) -> None:
         match message:
@@ -395,7 +321,7 @@ class Learner:
         child.send(ReleaseSnapshot(fragment))
         return values
 
-    async def _install_arrivals(self, child: Child[Command]) -> None:
+    async def _accompany(self, child: Child[Command]) -> None:
         """Moves what waits into shared memory, unless the process has yet to read what is there."""
         while await self._installable.wait():
             self._installable.clear()

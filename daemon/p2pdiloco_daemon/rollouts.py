@@ -6,10 +6,9 @@ answer is then told so: nothing is asked twice behind anybody's back.
 
 import asyncio
 import logging
-import os
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 from typing import get_args
 
@@ -18,14 +17,11 @@ import numpy as np
 from p2pdiloco.errors import P2PDilocoError
 from p2pdiloco.optim.fragments import Fragment
 from p2pdiloco.spec import RunSpec
-from p2pdiloco_daemon.child import EXIT_S, Child, keep_alive, start_child
+from p2pdiloco_daemon.child import Child
+from p2pdiloco_daemon.keeper import ChildKeeper, kept_alive
 from p2pdiloco_daemon.learner_channel import (
-    ChannelError,
-    MessageReader,
     SharedTensors,
     Vector,
-    memory_bytes,
-    open_memory_file,
 )
 from p2pdiloco_daemon.rollout_channel import (
     Cancel,
@@ -42,8 +38,6 @@ from p2pdiloco_daemon.rollout_channel import (
     Stop,
     Submit,
 )
-
-MODULE = "p2pdiloco_daemon.rollout_process"
 
 ROWS_MAX = 32
 WAITING_MAX = 32
@@ -124,48 +118,38 @@ class RolloutOptions:
     threads: int = 1
 
 
-@asynccontextmanager
-async def running_rollouts(
+def running_rollouts(
     options: RolloutOptions, on_event: OnEvent, executor: Executor
-) -> AsyncIterator["Rollouts"]:
+) -> AbstractAsyncContextManager["Rollouts"]:
     """A worker that lives as long as the block. `executor` copies the weights."""
-    memory_fd = open_memory_file(memory_bytes([f.size for f in options.fragments]))
-    try:
-        rollouts = Rollouts(options, on_event, executor, memory_fd)
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(rollouts.keep_alive(), name="rollout worker")
-            try:
-                yield rollouts
-            finally:
-                await rollouts.stop()
-    finally:
-        os.close(memory_fd)
+    return kept_alive(
+        lambda memory_fd: Rollouts(options, on_event, executor, memory_fd),
+        [fragment.size for fragment in options.fragments],
+    )
 
 
-class Rollouts:
+class Rollouts(ChildKeeper[Command, Message]):
     """Questions to the worker; made by `running_rollouts`."""
+
+    name = "the rollout worker"
+    module = "p2pdiloco_daemon.rollout_process"
+    messages = get_args(Message)
+    goodbye = Stop()
+    asked_s = STOP_ASKED_S
 
     def __init__(
         self, options: RolloutOptions, on_event: OnEvent, executor: Executor, memory_fd: int
     ) -> None:
+        super().__init__(options.threads, memory_fd)
         self._options = options
         self._on_event = on_event
         self._executor = executor
-        self._memory_fd = memory_fd
         self._memory = SharedTensors(memory_fd, [f.size for f in options.fragments])
-        self._child: Child[Command] | None = None
         self._answers: dict[int, Answer] = {}
         self._last_id = 0
         self._serving = False
         """A policy was installed in the living process."""
         self._installed: asyncio.Queue[Installed] = asyncio.Queue()
-        self._stopping = asyncio.Event()
-        self._ended = asyncio.Event()
-
-    @property
-    def pid(self) -> int | None:
-        """Of the living process."""
-        return self._child.process.pid if self._child else None
 
     @contextmanager
     def answering(self, question: Question) -> Iterator[Answer]:
@@ -198,61 +182,13 @@ class Rollouts:
             if self._answers.pop(number, None) is not None:
                 child.send(Cancel(number))
 
-    async def stop(self) -> None:
-        """Ends the process for good: asked, then terminated, then killed."""
-        self._stopping.set()
-        try:
-            if child := self._child:
-                child.send(Stop())
-                await child.end(asked_s=STOP_ASKED_S if child.is_ready else 0.0)
-            await self._ended.wait()
-        finally:
-            if self._child:
-                self._child.kill()
-
-    async def keep_alive(self) -> None:
-        """Starts the process again whenever it died, until `stop`."""
-        try:
-            await keep_alive(self._live, self._stopping, self._tell_death)
-        finally:
-            self._ended.set()
+    # ---------------------------------------------------------------- its lives
 
     def _tell_death(self, reason: str, restart_in_s: float) -> None:
         logger.warning("%s; started again in %.0f s", reason, restart_in_s)
         self._on_event(Died(reason, restart_in_s))
 
-    async def _live(self) -> str:
-        """One life of the process; returns why it ended."""
-        try:
-            child: Child[Command] = await start_child(
-                "the rollout worker", MODULE, self._options.threads, self._memory_fd
-            )
-        except OSError as error:
-            return f"the rollout worker could not be started: {error}"
-        self._child = child
-        reason = "the rollout worker was left"
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(child.keep_last_words(), name="rollout worker's stderr")
-                child.send(self._start_command())
-                if self._stopping.is_set():
-                    child.kill()
-                refreshing = tasks.create_task(self._keep_policy_new(child), name="policy")
-                problem = await self._deliver_messages(child)
-                refreshing.cancel()
-                if problem is None:
-                    child.was_killed_here = not await child.ends_within(EXIT_S)
-                child.kill()
-            await child.process.wait()
-            reason = problem or child.last_words()
-        finally:
-            child.kill()
-            self._child, self._serving = None, False
-            child.writer.close()
-            self._end_answers(reason)
-        return reason
-
-    def _start_command(self) -> Start:
+    def _greeting(self) -> Start:
         return Start(
             spec=self._options.spec.model_dump_json(),
             device=self._options.device,
@@ -262,25 +198,13 @@ class Rollouts:
             cache_bytes=CACHE_BYTES,
         )
 
-    def _end_answers(self, reason: str) -> None:
+    def _life_over(self, reason: str) -> None:
+        self._serving = False
         for answer in self._answers.values():
             answer.put_nowait(Died(reason, 0.0))
         self._answers.clear()
 
-    async def _deliver_messages(self, child: Child[Command]) -> str | None:
-        """Until the process closes its socket, or says what cannot be understood (returned)."""
-        reader: MessageReader[Message] = MessageReader(get_args(Message))
-        try:
-            while data := await child.reader.read(1 << 16):
-                for message in reader.feed(data):
-                    self._deliver(child, message)
-        except ChannelError as error:
-            return f"the rollout worker sent garbage: {error}"
-        except ConnectionError:
-            pass
-        return None
-
-    def _deliver(self, child: Child[Command], message: Message) -> None:
+    async def _deliver(self, child: Child[Command], message: Message) -> None:
         match message:
             case Progressed():
                 if answer := self._answers.get(message.id):
@@ -297,7 +221,7 @@ class Rollouts:
                 pass
         self._on_event(message)
 
-    async def _keep_policy_new(self, child: Child[Command]) -> None:
+    async def _accompany(self, child: Child[Command]) -> None:
         """Hands the worker the newest policy, not too often, as long as it lives."""
         self._installed = asyncio.Queue()
         served: Policy | None = None

@@ -67,10 +67,12 @@ def test_a_training_node_answers(node: NodeProcess) -> None:
     choice = choice_of(node, seed=1, logprobs=0)
     assert choice["finish_reason"] == "length"
     assert len(choice["token_ids"]) == len(choice["logprobs"]["token_logprobs"]) == 8
-    rollouts = wait_until(
-        "the page to say so", lambda: (r := node.get()["rollouts"])["served"] and r
-    )
-    assert rollouts["tokens"] >= 8
+
+    def is_told() -> bool:  # tokens are told of with the next load
+        rollouts = node.get()["rollouts"]
+        return bool(rollouts["served"] and rollouts["tokens"] >= 8)
+
+    wait_until("the page to say so", is_told)
 
 
 def test_answers_come_from_newer_and_newer_policies(node: NodeProcess) -> None:
