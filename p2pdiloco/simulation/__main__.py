@@ -1,12 +1,13 @@
-"""`python -m p2pdiloco.simulation SEED` tells the history of one trial."""
+"""`python -m p2pdiloco.simulation SEED [gossip]` tells the history of one trial."""
 
 import sys
 
-from p2pdiloco.simulation.trial import run_trial
+from p2pdiloco.simulation.trial import run_gossip_trial, run_trial
 
 
-def main(seed: str) -> None:
-    world = run_trial(int(seed), trace=_tell)
+def main(seed: str, strategy: str = "quorum") -> None:
+    run = run_gossip_trial if strategy == "gossip" else run_trial
+    world = run(int(seed), trace=_tell)
     sys.stdout.write(f"{world.num_events} events, history {world.history()}\n")
 
 
@@ -15,4 +16,4 @@ def _tell(now: float, who: str, text: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -77,9 +77,10 @@ class PromiseBroken(AssertionError):
     """What was promised, when and where it was broken, and how to see it again."""
 
     def __init__(self, world: World, who: str, what: str):
+        trial = f"{world.seed} gossip" if world.swarm.gossip else f"{world.seed}"
         super().__init__(
             f"seed {world.seed}, {world.now:.3f} s, {who}: {what}. "
-            f"See it again: python -m p2pdiloco.simulation {world.seed}"
+            f"See it again: python -m p2pdiloco.simulation {trial}"
         )
 
 
