@@ -40,7 +40,7 @@ LEARNER_DIED = "the learner died before the round ended"
 class Learner(Protocol):
     """What is asked of a learner; see `p2pdiloco_daemon.learner.Learner`."""
 
-    def install(self, fragment: int, version: int, values: Vector) -> None: ...
+    def install(self, fragment: int, version: int, values: Vector) -> bool: ...
     def snapshot(self, fragment: int, base_version: int, *, hold: bool = False) -> int: ...
     def end_round(self, fragment: int, version: int, base: Vector, share: float) -> bool: ...
     def blend(self, fragment: int, version: int, change: Vector) -> bool: ...
@@ -165,7 +165,7 @@ class GossipErrands:
             case learners.Blended():
                 self._blended(event)
             case learners.Evaluated():
-                self._predictions = event.predictions or None
+                self._predictions = _sound(event.predictions)
             case learners.Died():
                 self._learner_died()
             case _:
@@ -173,12 +173,13 @@ class GossipErrands:
 
     async def _fetch(self, mix: MixId, peer: PeerId) -> None:
         held, most = self.mixing.held(mix, peer), self.mixing.bytes_max(mix)
+        number = held[0] if held else None
         answer: events.Event = events.MixFetched(mix, peer)
         try:
             vector = await self._exchange.pull_vector(
-                peer, mix.part, mix.fragment, mix.round, held, most
+                peer, mix.part, mix.fragment, mix.round, number, most
             )
-            await self.mixing.take(mix, peer, vector)
+            await self.mixing.take(mix, peer, vector, held)
         except PeerError as error:
             answer = events.MixFailed(mix, peer, str(error), hostile=True)
         except self._expected as error:
@@ -250,9 +251,10 @@ class GossipErrands:
         except P2PDilocoError as error:
             self._failed(action, error)
             return
-        self._endings[action.fragment] = _Ending(action, state=state)
-        if learner := self._shell.learner:
-            learner.install(action.fragment, state.version, state.anchor)
+        ending = self._endings[action.fragment] = _Ending(action, state=state)
+        learner = self._shell.learner
+        if not (learner and learner.install(action.fragment, state.version, state.anchor)):
+            self._drop(ending, LEARNER_DIED)
 
     def _installed(self, event: learners.Installed) -> None:
         ending = self._endings.get(event.fragment)
@@ -314,6 +316,14 @@ class GossipErrands:
 
     def _unfinished(self, action: actions.CutRound | actions.FinishRound, reason: str) -> None:
         self._shell.post(events.RoundUnfinished(action.fragment, action.round, reason))
+
+
+def _sound(predictions: bytes) -> bytes | None:
+    """None for those of a model that has diverged: nobody could compare with them."""
+    with suppress(PeerError):
+        unpack_predictions(predictions)
+        return predictions
+    return None
 
 
 def _part(name: str) -> MixPart:

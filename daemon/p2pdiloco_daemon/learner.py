@@ -185,19 +185,21 @@ class Learner(ChildKeeper[Command, Message]):
         self._last_request = 0
         self._paused = False
 
-    def install(self, fragment: int, version: int, values: Vector) -> None:
+    def install(self, fragment: int, version: int, values: Vector) -> bool:
         """Has the learner overwrite a fragment at its next step boundary; answered by `Installed`.
 
         `values` must not change any more. A newer install replaces one that is not yet on its way,
-        which then gets no answer. Before `Ready` it does nothing, since `Ready` asks for all.
+        which then gets no answer. Before `Ready` it does nothing and returns False, since `Ready`
+        asks for all.
         """
         assert values.shape == (self._sizes[fragment],) and values.dtype == np.float32
         if self._ready_child() is None:
-            return
+            return False
         self._serials[fragment] += 1
         arrival = Install(fragment, version, self._serials[fragment])
         self._to_install[fragment] = (arrival, values)
         self._installable.set()
+        return True
 
     def end_round(self, fragment: int, version: int, base: Vector, share: float) -> bool:
         """Has the learner go on from base + share * local at its next boundary after a step;

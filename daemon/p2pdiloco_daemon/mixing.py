@@ -1,7 +1,8 @@
 """What a node that gossips computes: vectors for its partners, theirs, and the outer step on both.
 
-Arithmetic runs in the worker thread; what is kept changes on the event loop only. Who mixes with
-whom and what counts is the core's business (`p2pdiloco.protocol.gossip`).
+Arithmetic runs in the worker thread, and with it what follows from it alone: what partners were
+sent, outer gradients, distances. Swaps and what partners sent us change on the event loop. Who
+mixes with whom and what counts is the core's business (`p2pdiloco.protocol.gossip`).
 
 Partners that come back are sent the difference to what they hold of ours (`compress/difference`),
 at the cost of three vectors per partner; that pays where the topology names the same few again and
@@ -77,8 +78,8 @@ class _Swap:
     mix: MixId
     own: Vector
     partners: tuple[PeerId, ...]
-    coded: dict[tuple[PeerId, int | None], Coded] = field(default_factory=dict)
-    """By partner, and what it held before."""
+    coded: dict[PeerId, tuple[int | None, Coded]] = field(default_factory=dict)
+    """What it said it held when it asked last, and what it got for that."""
     arrived: dict[PeerId, Vector] = field(default_factory=dict)
     """Ours as each partner has it."""
     theirs: dict[PeerId, Vector] = field(default_factory=dict)
@@ -113,7 +114,7 @@ class Mixing:
     def distance(self) -> tuple[float, float] | None:
         if not self._distances:
             return None
-        apart, length = (sum(values) for values in zip(*self._distances.values(), strict=True))
+        apart, length = map(sum, zip(*list(self._distances.values()), strict=True))
         return sqrt(apart), sqrt(apart / length) if length else 0.0
 
     # ---------------------------------------------------------------- swapping
@@ -129,18 +130,15 @@ class Mixing:
         swap = self._swap(mix)
         if swap is None or peer not in swap.partners:
             return None
-        sent = self._sent[mix.fragment].get(peer)
-        base = held if mix.part == "start" and sent and sent.knows(held) else None
-        key = peer if mix.part == "start" else self._settings.me, base
-        if key not in swap.coded:
-            swap.coded[key] = await self._holdings.compute(self._encode, swap, peer, base)
-        vector, swap.arrived[peer] = swap.coded[key]
+        to, base = (peer, held) if mix.part == "start" else (self._settings.me, None)
+        if to not in swap.coded or swap.coded[to][0] != base:
+            swap.coded[to] = base, await self._holdings.compute(self._encode, swap, to, base)
+        vector, swap.arrived[peer] = swap.coded[to][1]
         return vector
 
-    def held(self, mix: MixId, peer: PeerId) -> int | None:
-        """The newest round of which we hold the partner's start."""
-        kept = self._held[mix.fragment].get(peer) if mix.part == "start" else None
-        return kept[0] if kept else None
+    def held(self, mix: MixId, peer: PeerId) -> tuple[int, Vector] | None:
+        """The newest round of which we hold the partner's start, and it."""
+        return self._held[mix.fragment].get(peer) if mix.part == "start" else None
 
     def bytes_max(self, mix: MixId) -> int:
         size = self._replica.fragments[mix.fragment].size
@@ -151,10 +149,13 @@ class Mixing:
         )
         return max(max_encoded_bytes(size, wire) for wire in wires)
 
-    async def take(self, mix: MixId, peer: PeerId, vector: MixVector) -> None:
-        """Decodes and checks a partner's vector; PayloadError if it is not what it should be."""
-        p, kept = mix.fragment, self._held[mix.fragment].get(peer)
-        base = kept[1] if kept and vector.held is not None else None
+    async def take(
+        self, mix: MixId, peer: PeerId, vector: MixVector, held: tuple[int, Vector] | None
+    ) -> None:
+        """Decodes and checks a partner's vector; PayloadError if it is not what it should be.
+        `held` is what it was told that we hold: it may be kept no more.
+        """
+        p, base = mix.fragment, held[1] if held and vector.held is not None else None
         theirs = await self._holdings.compute(self._decode, mix, vector.payload, base)
         if swap := self._swap(mix):
             swap.theirs[peer] = theirs
@@ -177,8 +178,9 @@ class Mixing:
         if sent is None:
             sent = Sent(np.zeros_like(swap.own))
             _remember(self._sent[mix.fragment], peer, sent)
-        payload, arrived = sent.encode(mix.round, swap.own, held, self._wire(held))
-        return MixVector(held, payload), arrived
+        base = held if sent.knows(held) else None
+        payload, arrived = sent.encode(mix.round, swap.own, base, self._wire(base))
+        return MixVector(base, payload), arrived
 
     def _decode(self, mix: MixId, payload: Buffer, base: Vector | None) -> Vector:
         p, size = mix.fragment, self._replica.fragments[mix.fragment].size
@@ -253,7 +255,7 @@ class Mixing:
         own = decode(payload, part.layout.size, wire)
         self._gradients[mix.fragment] = gradient
         swap = _Swap(mix, own, partners)
-        swap.coded[self._settings.me, None] = MixVector(None, payload), own
+        swap.coded[self._settings.me] = None, (MixVector(None, payload), own)
         return swap
 
     async def finish_cut(self, action: FinishRound) -> FragmentState:
@@ -268,7 +270,7 @@ class Mixing:
         mixed_part = mix_gradients(
             settings.me, mine | swap.theirs, action.outers, part.layout, settings.merge_rule
         )
-        gradient = part.put(self._gradients[p], mixed_part)
+        gradient = part.put(self._gradients.pop(p), mixed_part)
         after = finish_round(
             _worker(state), mixed, gradient, settings.learning_rate, settings.momentum
         )

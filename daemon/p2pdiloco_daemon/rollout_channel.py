@@ -9,10 +9,6 @@ Not here: when to say what. That is `rollouts` (the daemon's side) and `rollout_
 
 from dataclasses import dataclass
 
-TEXT_BYTES_MAX = 256 * 1024
-"""Of a prompt, as text or as tokens; far more than what a trained length can hold."""
-
-
 # Commands, from the daemon to the worker.
 
 

@@ -96,15 +96,22 @@ class Answer:
 
     def extend(self, tokens: Sequence[int], *, is_last: bool) -> tuple[int, str]:
         """-> (how many of the tokens belong to the answer, the text that may be shown now)."""
-        for index, token in enumerate(tokens):
-            self._tokens.append(token)
-            text = self._tokenizer.decode(self._tokens)
+        before = len(self._tokens)
+        self._tokens += tokens
+        text = self._tokenizer.decode(self._tokens) if tokens else ""
+        if any(stop in text for stop in self._stops):
+            return self._stop_in(before)
+        return len(tokens), self._show(text if is_last else text[: self._certain(text)])
+
+    def _stop_in(self, before: int) -> tuple[int, str]:
+        """At the first token after `before` with which a stop is there."""
+        for end in range(before + 1, len(self._tokens) + 1):
+            text = self._tokenizer.decode(self._tokens[:end])
             ends = [place for stop in self._stops if (place := text.find(stop)) >= 0]
             if ends:
-                self.is_stopped = True
-                return index + 1, self._show(text[: min(ends)])
-        text = self._tokenizer.decode(self._tokens) if tokens else ""
-        return len(tokens), self._show(text if is_last else text[: self._certain(text)])
+                break
+        self.is_stopped = True
+        return end - before, self._show(text[: min(ends)])
 
     def _show(self, text: str) -> str:
         new = text[self._shown :]

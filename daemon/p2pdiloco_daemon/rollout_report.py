@@ -69,10 +69,14 @@ class RolloutReport:
         self._drafted.take(load.drafted)
         self._held.take(load.held)
         self._samples.append((now, self._tokens.sum))
+        self._forget(now)
 
-    def _tokens_per_s(self, now: float) -> float:
+    def _forget(self, now: float) -> None:
         while len(self._samples) > 1 and self._samples[1][0] <= now - RATE_OVER_S:
             self._samples.popleft()
+
+    def _tokens_per_s(self, now: float) -> float:
+        self._forget(now)
         before = self._samples[0][1] if self._samples else 0
         return (self._tokens.sum - before) / RATE_OVER_S
 

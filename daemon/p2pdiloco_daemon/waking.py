@@ -44,6 +44,8 @@ INCARNATION_MAX = 1 << 53
 """No clock and no number of lives comes near; what a file says beyond it is damage."""
 SWAP_BYTES_PER_PARAMETER = 8
 """Of a run that gossips, per partner of a round: its vector, and ours as it has it."""
+COPIES_BYTES_PER_PARAMETER = 13
+"""Below the quorum: our values, as the partner has them, its own, and encoded."""
 REMEMBERED_BYTES_PER_PARAMETER = 12
 """Per partner that is sent differences."""
 GLOBAL_MEMBERS_MAX = 16
@@ -72,6 +74,8 @@ def require_memory(fragments: tuple[Fragment, ...], spec: RunSpec) -> None:
         remembered = RETURNING_MAX if _partners_return(spec) else 0
         per_parameter += partners * SWAP_BYTES_PER_PARAMETER
         per_parameter += min(remembered, partners + 2) * REMEMBERED_BYTES_PER_PARAMETER
+    elif _mixes_below_quorum(spec):
+        per_parameter += COPIES_BYTES_PER_PARAMETER
     needed = num * per_parameter
     available = psutil.virtual_memory().available
     logger.info(
@@ -125,8 +129,8 @@ def outer_parts(spec: RunSpec) -> tuple[Part, ...]:
 
 
 def _partners_return(spec: RunSpec) -> bool:
-    """Whether the same members are partners again and again."""
-    return spec.sync.mix != "pairwise"
+    """Whether the same few members are partners again and again."""
+    return spec.sync.mix in ("hypercube", "exponential", "ring")
 
 
 def _mixes_below_quorum(spec: RunSpec) -> bool:

@@ -331,7 +331,9 @@ class Gossiper:
         for peer in links.waiting_for():
             if not node.is_alive(peer):
                 links.give_up(peer, "it is gone")
-            elif not links.is_arriving(peer) and node.now > round_.cut_at + patience_s:
+                continue
+            limit_s = patience_s * (2 if links.is_arriving(peer) else 1)
+            if node.now > round_.cut_at + limit_s:
                 links.give_up(peer, "its outer gradient did not come in time")
 
     def _end(self, register: Register, round_: GossipRound) -> None:
@@ -399,11 +401,15 @@ class Gossiper:
     def _finished(self, event: events.RoundFinished) -> None:
         node, register = self.node, self.node.registers[event.fragment]
         round_ = self.rounds[register.index]
-        assert round_ and round_.next_version == event.version, event
         register.chain = Chain(event.version, event.state_digest)
         register.newest_seen = event.version
         if register.installed == event.version:
             register.handed = event.state_digest
+        if round_ is None or round_.next_version != event.version:
+            # a damaged state was replaced meanwhile; what we hold now is this one all the same
+            register.handed, self.rounds[register.index] = None, None
+            contributor.hand_over(node, register)
+            return
         self._before[register.index], self.rounds[register.index] = round_, None
         node.merges += 1
         outcome = self._outcome(round_)

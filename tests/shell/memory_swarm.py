@@ -226,8 +226,9 @@ class FakeLearner:
     paused: bool = False
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(1))
 
-    def install(self, fragment: int, version: int, values: Vector) -> None:
+    def install(self, fragment: int, version: int, values: Vector) -> bool:
         self.arrivals[fragment] = (version, values)
+        return True
 
     def snapshot(self, fragment: int, base_version: int, *, hold: bool = False) -> int:
         self.num_requests += 1

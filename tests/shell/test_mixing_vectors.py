@@ -49,13 +49,15 @@ def test_a_partner_gets_the_difference_to_what_it_holds(tmp_path: Path) -> None:
         hold(ours, 1)
         whole = await ours.vector_for(B, start(1), None)
         assert whole and whole.held is None
-        await theirs.take(start(1), A, whole)
-        assert theirs.held(start(2), A) == 1
+        await theirs.take(start(1), A, whole, None)
+        kept = theirs.held(start(2), A)
+        assert kept and kept[0] == 1
         hold(ours, 2)
         difference = await ours.vector_for(B, start(2), 1)
         assert difference and difference.held == 1
         assert len(difference.payload) < len(whole.payload)
-        await theirs.take(start(2), A, difference)
+        theirs._held[P].clear()  # others came meanwhile
+        await theirs.take(start(2), A, difference, kept)
         held = theirs._held[P][A][1]
         own = ours._swaps[P, "start"].own
         assert np.abs(held - own).max() < 0.01  # a tenth of what changed, not of the values
@@ -95,6 +97,6 @@ def test_wrong_vectors_are_refused(tmp_path: Path, payload: bytes) -> None:
     async def scenario(ours: Mixing, _: Mixing) -> None:
         hold(ours, 1)
         with pytest.raises(PeerError):
-            await ours.take(start(1), B, MixVector(None, payload))
+            await ours.take(start(1), B, MixVector(None, payload), None)
 
     play(tmp_path, scenario)
