@@ -49,7 +49,6 @@ STEPS_PER_PERIOD = 80
 SLACK_STEPS = 60
 QUIET_RATE, BURST_RATE = 1.5, 6.0
 """Requests per second."""
-RESULT_KEYS = ("sent_at", "latency_s", "service_s", "server_latency_s", "load")
 
 
 # -------------------------------------------------------------------- what the load will be

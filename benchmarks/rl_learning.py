@@ -19,8 +19,7 @@ from transformers import PreTrainedModel
 
 from p2pdiloco.learn.models import build_model
 from p2pdiloco.learn.text import ByteTokenizer
-from p2pdiloco.protocol.naming import PeerId
-from p2pdiloco.rl.assignment import StepTasks
+from p2pdiloco.rl.assignment import SHARED, StepTasks
 from p2pdiloco.rl.checks import Rulebook, replay, sampled, story
 from p2pdiloco.rl.conversation import Limits, Policy
 from p2pdiloco.rl.environments import Guess, Sums, Task
@@ -44,7 +43,7 @@ REPLAYED_SHARE = 0.02
 
 
 def rules_of(step: int, task: Task, seed: int) -> Rulebook:
-    tasks = StepTasks(f"benchmark {seed}", step, PeerId(""), NUM_GROUPS, GROUP_SIZE)
+    tasks = StepTasks(f"benchmark {seed}", step, SHARED, NUM_GROUPS, GROUP_SIZE)
     return Rulebook(
         tasks=tasks,
         task=task,

@@ -158,11 +158,12 @@ async def measure_machine(
             spans.look(loop.time(), moved, holdings.num_computed, computing=holdings.is_computing)
         now = loop.time()
         answers = served.since_last(now, now - told_at, spans)
+        owner = await asyncio.to_thread(processors.share_of_others)  # it looks at all processes
         pressure = Pressure(
             link=_link(traffic, now),
             serving=_serving(answers, now - told_at),
             checkpoint=1.0 if holdings.disk.is_waiting else 0.0,
-            owner=processors.share_of_others(),
+            owner=owner,
         )
         shell.post(events.MachineMeasured(pressure, answers))
         told_at = now

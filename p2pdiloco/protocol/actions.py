@@ -106,11 +106,6 @@ class CatchUp:
     records: tuple[Record, ...]
     donors: tuple[PeerId, ...]
 
-    @property
-    def snapshot_record(self) -> Record | None:
-        """What made the snapshot; None at version 0."""
-        return self.vouching[-1] if self.vouching else None
-
 
 @dataclass(frozen=True, slots=True)
 class InstallFragment:

@@ -34,14 +34,16 @@ class SyncTimes:
 
 @dataclass
 class Average:
-    """Exponential moving average with weight 0.5, seeded with the first sample (1.3); None before
-    it.
+    """Exponential moving average, seeded with the first sample (1.3); None before it. `weight` is
+    that of a new sample.
     """
 
     value: float | None = None
+    weight: float = 0.5
 
     def add(self, sample: float) -> None:
-        self.value = sample if self.value is None else 0.5 * (self.value + sample)
+        before = sample if self.value is None else self.value
+        self.value = (1 - self.weight) * before + self.weight * sample
 
 
 @dataclass

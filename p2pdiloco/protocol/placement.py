@@ -203,7 +203,7 @@ class Placement:
         """Somebody is at this turn. If that is news, the trajectory is there from now on; if it is
         old, whoever it is need not go on."""
         trajectory = self._of(held.turn)
-        if trajectory is None:
+        if trajectory is None or not self._can_be(held, trajectory):
             return
         if not trajectory.is_behind(held.turn.turn, held.holding):
             is_mine = worker in (trajectory.worker, trajectory.home)
@@ -214,6 +214,13 @@ class Placement:
             former = turn_id(self.step, trajectory)
             yield Withdraw(trajectory.worker, former, "another worker is further")
         yield from self._advanced(trajectory, held, worker, now)
+
+    def _can_be(self, held: Held, trajectory: Trajectory) -> bool:
+        """Whether the rules allow for what a worker says it holds."""
+        if held.holding is Holding.ENDED:
+            return True
+        least = self.step.prompt_tokens[trajectory.group]
+        return held.num_tokens >= least and held.turn.turn <= self._rules.turns_max
 
     def _advanced(
         self, trajectory: Trajectory, held: Held, worker: PeerId | None, now: float
@@ -246,6 +253,7 @@ class Placement:
     def _begin(self, trajectory: Trajectory, worker: PeerId, generating: bool, now: float) -> None:
         """The turn is found to be generated, or acted on, at this worker."""
         if trajectory.worker != worker:
+            trajectory.tries += generating
             self._leave(trajectory, now)
             if worker in self._replicas:
                 need = self._need(trajectory)
@@ -310,6 +318,9 @@ class Placement:
         waiting = [t for t in self.trajectories if t.stage is Stage.WAITING]
         if not waiting or not self._replicas:
             return
+        if now >= self._reviewed + REVIEW_S:
+            self._reviewed = now
+            self._new_replicas.update(self._replicas)
         generating = sum(replica.num_generating for replica in self._replicas.values())
         requests = (len(waiting) + generating) / len(self._replicas)
         if self._rules.form == "war" and requests < self._rules.threshold:
@@ -335,9 +346,6 @@ class Placement:
         if self._rules.form == "swarm":
             form = Swarm(self._rules.order, replicas, len(waiting), now)
         queues = self._queues(waiting, now)
-        if now >= self._reviewed + REVIEW_S:
-            self._reviewed = now
-            self._new_replicas.update(self._replicas)
         new = [i for i, q in enumerate(queues) if q[0].need.trajectory in self._new_waiting]
         for candidate, replica in pairs(queues, replicas, form, new, self._new_replicas):
             yield self._place(self.trajectories[candidate.need.trajectory], replica, now)

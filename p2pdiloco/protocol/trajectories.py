@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from p2pdiloco.protocol.naming import PeerId
+from p2pdiloco.protocol.pacing import Average
 from p2pdiloco.protocol.turns import Holding, Step, TurnId
 
 FOLLOW = 0.3
@@ -69,13 +70,8 @@ class Trajectory:
         return known < (turn, _ORDER.index(holding))
 
 
-@dataclass(slots=True)
-class _Average:
-    value: float | None = None
-
-    def add(self, sample: float) -> None:
-        before = sample if self.value is None else self.value
-        self.value = before + FOLLOW * (sample - before)
+def _average() -> Average:
+    return Average(weight=FOLLOW)
 
 
 @dataclass(slots=True)
@@ -83,17 +79,17 @@ class Expectations:
     """WAR's moving average of turns per group, and the same of tokens per turn; what a group has
     not shown yet is taken from all."""
 
-    _turns: dict[int, _Average] = field(default_factory=dict)
-    _new_tokens: dict[int, _Average] = field(default_factory=dict)
-    _all_turns: _Average = field(default_factory=_Average)
-    _all_new_tokens: _Average = field(default_factory=_Average)
+    _turns: dict[int, Average] = field(default_factory=dict)
+    _new_tokens: dict[int, Average] = field(default_factory=dict)
+    _all_turns: Average = field(default_factory=_average)
+    _all_new_tokens: Average = field(default_factory=_average)
 
     def trajectory_ended(self, group: int, turns: int) -> None:
-        self._turns.setdefault(group, _Average()).add(turns)
+        self._turns.setdefault(group, _average()).add(turns)
         self._all_turns.add(turns)
 
     def turn_finished(self, group: int, new_tokens: int) -> None:
-        self._new_tokens.setdefault(group, _Average()).add(new_tokens)
+        self._new_tokens.setdefault(group, _average()).add(new_tokens)
         self._all_new_tokens.add(new_tokens)
 
     def turns(self, group: int) -> float:
@@ -110,7 +106,7 @@ class Expectations:
         return self._known(self._new_tokens.get(group), self._all_new_tokens, NEW_TOKENS_PRIOR)
 
     @staticmethod
-    def _known(of_group: _Average | None, of_all: _Average, prior: float) -> float:
+    def _known(of_group: Average | None, of_all: Average, prior: float) -> float:
         if of_group is not None and of_group.value is not None:
             return of_group.value
         return prior if of_all.value is None else of_all.value

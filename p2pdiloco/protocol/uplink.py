@@ -30,7 +30,6 @@ WRITE_S = 0.1
 """And one write takes no more than this: a hundred bodies at once still get a byte each within the
 ten seconds in which a receiver wants one.
 """
-WRITE_BYTES_MIN = 4 * 1024
 MEASURED_S = 3.0
 """What left in the last seconds is what the link carries when it is full; a new rate is given as
 long to show what it does.
@@ -78,11 +77,12 @@ class Uplink:
         """How much to write at once."""
         if self.rate is None:
             return most
-        return min(most, max(WRITE_BYTES_MIN, int(self.rate * WRITE_S)))
+        return min(most, int(self.rate * WRITE_S))
 
     def wait_s(self, num_bytes: int, now: float) -> float:
         """Takes so many bytes out of the bucket; they may leave after as many seconds."""
         self._sent.append((now, num_bytes))
+        self._forget(now)
         if self.rate is None:
             return 0.0
         grown = self._tokens + self.rate * (now - self._filled_at)
@@ -117,9 +117,12 @@ class Uplink:
 
     def sent_per_s(self, now: float) -> float:
         """Bytes of bodies that left lately."""
+        self._forget(now)
+        return sum(num for _, num in self._sent) / MEASURED_S
+
+    def _forget(self, now: float) -> None:
         while self._sent and self._sent[0][0] < now - MEASURED_S:
             self._sent.popleft()
-        return sum(num for _, num in self._sent) / MEASURED_S
 
     def _adapt(self, now: float) -> None:
         delayed = self.delay_s(now) > DELAY_S

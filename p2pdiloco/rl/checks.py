@@ -45,6 +45,8 @@ LOGPROB_TOLERANCE = 1e-2
 """Of a token's log-probability: float32 on other hardware stays far below, another policy above."""
 AGREEMENT = 1e-5
 """In logits: what two machines' float64 passes differ by, with room (verify.py)."""
+PLACES_AT_ONCE = 256
+"""Places that are looked at together: each takes several rows as wide as the vocabulary."""
 VERDICTS_MAX = 8
 """Float64 passes per episode and policy, so that no episode can make its check dear."""
 
@@ -58,6 +60,7 @@ class Reason(Enum):
     WRONG_LENGTH = "an answer ends where the rules do not end it"
     WRONG_END = "it ends before or after its end"
     WRONG_REWARD = "its reward is another"
+    UNKNOWN_TOKEN = "it has a token that the tokenizer does not know"
     WRONG_VERSION = "its tokens are of policies that the step does not allow"
     WRONG_TOKEN = "the policy would not have chosen one of its tokens"
     WRONG_LOGPROB = "a log-probability is not that of the policy"
@@ -101,6 +104,10 @@ def story(episode: Episode, rules: Rulebook) -> Refusal | None:
     old = next((p for p, _, version in episode.chosen() if version not in rules.versions), None)
     if old is not None:
         return Refusal(Reason.WRONG_VERSION, old)
+    size = rules.tokenizer.vocabulary_size
+    unknown = next((i for i, token in enumerate(episode.tokens) if token >= size), None)
+    if unknown is not None:
+        return Refusal(Reason.UNKNOWN_TOKEN, unknown)
     conversation = rules.conversation(episode.trajectory)
     for answer in episode.answers:
         written = tuple(conversation.tokens)
@@ -128,10 +135,8 @@ def replay(
     """
     for version, model in models.items():
         chosen = [(p, logprob) for p, logprob, of in episode.chosen() if of == version]
-        if chosen:
-            refusal = _replay(episode, rules, model, chosen, margin)
-            if refusal is not None:
-                return refusal
+        if chosen and (refusal := _replay(episode, rules, model, chosen, margin)):
+            return refusal
     return None
 
 
@@ -175,26 +180,29 @@ def _replay(
     chosen: Sequence[tuple[int, float]],
     margin: float,
 ) -> Refusal | None:
-    positions = [position for position, _logprob in chosen]
-    logits_NV = plain_logits(model, episode.tokens[: positions[-1]])[[p - 1 for p in positions]]
+    logits_TV = plain_logits(model, episode.tokens[: chosen[-1][0]])
     sampling = rules.policy.sampling(rules.tasks)
     name = rules.tasks.noise_name(episode.trajectory)
-    keys = [noise_key(sampling.seed, name, position) for position in positions]
     wrong: list[Refusal] = []
     open_places: list[tuple[int, int]] = []
-    for position, key, choice in zip(
-        positions, keys, decide(logits_NV, [sampling] * len(keys), keys, margin), strict=True
-    ):
-        if not choice.certain:
-            open_places.append((position, key))
-        elif choice.token != episode.tokens[position]:
-            wrong.append(Refusal(Reason.WRONG_TOKEN, position))
+    for first in range(0, len(chosen), PLACES_AT_ONCE):
+        places = chosen[first : first + PLACES_AT_ONCE]
+        positions = [position for position, _logprob in places]
+        logits_NV = logits_TV[[p - 1 for p in positions]]
+        keys = [noise_key(sampling.seed, name, position) for position in positions]
+        choices = decide(logits_NV, [sampling] * len(keys), keys, margin)
+        for position, key, choice in zip(positions, keys, choices, strict=True):
+            if not choice.certain:
+                open_places.append((position, key))
+            elif choice.token != episode.tokens[position]:
+                wrong.append(Refusal(Reason.WRONG_TOKEN, position))
+        divisor = sampling.temperature or 1.0
+        wrong += _wrong_logprobs(episode, places, logits_NV, divisor, margin)
     for position, key in open_places[:VERDICTS_MAX]:
         exact_1V = canonical_logits(model, episode.tokens[:position], num_last=1)
         [verdict] = decide(exact_1V, [sampling], [key], AGREEMENT)
         if verdict.certain and verdict.token != episode.tokens[position]:
             wrong.append(Refusal(Reason.WRONG_TOKEN, position))
-    wrong += _wrong_logprobs(episode, chosen, logits_NV, sampling.temperature or 1.0, margin)
     return min(wrong, key=lambda refusal: refusal.position, default=None)
 
 

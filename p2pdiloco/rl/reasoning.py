@@ -1,4 +1,8 @@
-"""The single-turn tasks of `reasoning-gym`: an optional package, 106 generators, no network."""
+"""Single-turn tasks of `reasoning-gym`: an optional package, no network.
+
+Only generators that compare an answer with the right one, as the package does unless told otherwise,
+or in a way that was read: some evaluate it as Python, and answers of peers are scored here.
+"""
 
 import math
 from collections.abc import Callable, Mapping
@@ -7,6 +11,9 @@ from typing import Protocol, TypeAlias
 
 from p2pdiloco.errors import UserError
 from p2pdiloco.rl.environments import Ended, Environment, Outcome
+
+SCORERS_READ = frozenset({"chain_sum", "products"})
+"""They compare numbers, by `decimal`."""
 
 Entry: TypeAlias = Mapping[str, object]
 
@@ -24,7 +31,7 @@ class _Scored:
     entry: Entry
 
     def act(self, answer: str) -> Outcome:
-        """The package's scorers take any text; what is not a share of one counts as none."""
+        """What is not a share of one counts as none."""
         score = float(self.dataset.score_answer(answer.strip(), self.entry))
         return Ended(min(1.0, max(0.0, score)) if math.isfinite(score) else 0.0)
 
@@ -43,9 +50,15 @@ class ReasoningGym:
         self._create: Callable[..., _Dataset] = reasoning_gym.create_dataset
         self._name, self._settings = name, dict(settings or {})
         try:
-            self._dataset(0)
+            dataset = self._dataset(0)
         except (ValueError, TypeError, AssertionError) as error:
             raise UserError(f"reasoning-gym does not make {name!r}: {error}") from error
+        plain = reasoning_gym.factory.ProceduralDataset.score_answer
+        if type(dataset).score_answer is not plain and name not in SCORERS_READ:
+            raise UserError(
+                f"{name!r} does more with an answer than compare it; choose another generator:"
+                " answers of peers are scored here"
+            )
 
     def begin(self, seed: int) -> Environment:
         dataset = self._dataset(seed)

@@ -16,7 +16,7 @@ Tool: TypeAlias = Callable[[str], str]
 
 RESULT_CHARS_MAX = 2000
 """A longer result is cut: it would fill the context."""
-_CALL = re.compile(r"\s*([a-z]{1,32}): *([^\n]{0,2000})\s*", re.ASCII)
+ARGUMENT_CHARS_MAX = 2000
 
 
 @dataclass(slots=True)
@@ -31,13 +31,14 @@ class _WithTools:
         return self.environment.prompt
 
     def act(self, answer: str) -> Outcome:
-        call = _CALL.fullmatch(answer)
-        if call is None or call[1] not in self.tools:
+        name, colon, argument = answer.strip().partition(":")
+        is_line = "\n" not in argument and len(argument) <= ARGUMENT_CHARS_MAX
+        if not colon or name not in self.tools or not is_line:
             return self.environment.act(answer)
         if self.calls == self.calls_max:
             return Ended(0.0)
         self.calls += 1
-        return Observed(self.tools[call[1]](call[2])[:RESULT_CHARS_MAX] + "\n")
+        return Observed(self.tools[name](argument.strip(" "))[:RESULT_CHARS_MAX] + "\n")
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ def test_an_honest_story_is_believed(answers: tuple[str, ...]) -> None:
         (replace(HONEST, trajectory=6), Reason.NOT_ASSIGNED),
         (with_token(HONEST, 0, 7), Reason.WRONG_PROMPT),
         (with_token(HONEST, 9, 7), Reason.WRONG_STORY),
+        (with_token(HONEST, 9, RULES.tokenizer.vocabulary_size), Reason.UNKNOWN_TOKEN),
         (replace(HONEST, reward=0.5), Reason.WRONG_REWARD),
         (replace(HONEST, is_cut=True), Reason.WRONG_END),
         (replace(HONEST, tokens=(*HONEST.tokens, 1)), Reason.WRONG_STORY),

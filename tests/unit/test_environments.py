@@ -97,6 +97,13 @@ def test_a_tool_that_is_not_there_is_an_answer_like_any_other() -> None:
     assert WithTools(Sums(), {"calc": calculator}).begin(2).act("search: me") == Ended(0.0)
 
 
+@pytest.mark.parametrize(
+    "answer", ["calc:\n1+1", "calc: 1+1\n2", "calc:" + " " * 5000 + "1", "calc"]
+)
+def test_what_is_no_call_goes_to_the_environment(answer: str) -> None:
+    assert WithTools(Sums(), {"calc": calculator}).begin(2).act(answer) == Ended(0.0)
+
+
 def test_calls_are_bounded() -> None:
     environment = WithTools(Sums(), {"calc": calculator}, calls_max=2).begin(2)
     assert environment.act("calc: 1+1") == Observed("2\n")
@@ -135,3 +142,9 @@ def test_questions_of_the_package_are_scored() -> None:
     assert environment.act("no idea") != Ended(1.0)
     with pytest.raises(UserError, match="nonesuch"):
         ReasoningGym("nonesuch")
+
+
+@pytest.mark.skipif(not has_reasoning_gym, reason="needs the extra `reasoning`")
+def test_a_generator_whose_scorer_may_evaluate_answers_is_refused() -> None:
+    with pytest.raises(UserError, match="does more with an answer"):
+        ReasoningGym("string_insertion")

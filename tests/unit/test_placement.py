@@ -1,5 +1,6 @@
 """The dispatcher of a step: what it does at each event."""
 
+import pytest
 from placement_builders import (
     ALICE,
     ANSWER,
@@ -24,6 +25,7 @@ from p2pdiloco.protocol.trajectories import Stage
 from p2pdiloco.protocol.turns import (
     Event,
     GiveUp,
+    Held,
     Holding,
     Place,
     TimePassed,
@@ -77,6 +79,24 @@ def test_a_full_replica_gets_no_more_than_its_rows() -> None:
     placement, actions = dispatcher(step(6, 1))
     assert len(actions) == 4
     assert places(after(placement, finished(ALICE, 0), ended(0, 0))) == {4: ALICE}
+
+
+def test_while_all_replicas_are_full_the_dispatcher_sleeps() -> None:
+    placement = Placement(step(10, 1), WAR, 0.0)
+    after(placement, report(ALICE, load(rows=2)), now=0.0)
+    for now in (0.5, 1.0, 1.5):
+        after(placement, TimePassed(), now=now)
+        assert placement.deadline is not None and placement.deadline > now
+
+
+@pytest.mark.parametrize(
+    "claimed", [Held(turn(0, 1), Holding.READY, 0), held(0, 99, Holding.READY)]
+)
+def test_a_report_of_what_cannot_be_is_ignored(claimed: Held) -> None:
+    placement, _ = dispatcher(step())
+    before = placement.trajectories[0].turn
+    after(placement, report(ALICE, load(held=[claimed])))
+    assert placement.trajectories[0].turn == before
 
 
 def test_what_acts_keeps_its_place_in_the_window() -> None:

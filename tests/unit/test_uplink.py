@@ -6,9 +6,9 @@ import pytest
 from p2pdiloco.protocol.uplink import (
     DELAY_S,
     HEADROOM,
+    MEASURED_S,
     PEERS_MAX,
     RATE_MIN,
-    WRITE_BYTES_MIN,
     WRITE_S,
     Uplink,
 )
@@ -133,7 +133,7 @@ def test_the_rate_has_a_least() -> None:
     uplink = Uplink()
     full(uplink, int(3.1 * RATE_MIN))
     assert uplink.rate == RATE_MIN
-    assert uplink.write_bytes(CHUNK) == WRITE_BYTES_MIN
+    assert uplink.write_bytes(CHUNK) == int(RATE_MIN * WRITE_S)
 
 
 def test_writes_become_small_enough_to_be_interrupted() -> None:
@@ -146,6 +146,13 @@ def test_bodies_share_the_bucket_in_turn() -> None:
     uplink = Uplink(rate=1 * MB)
     waits = [uplink.wait_s(100_000, 1.0) for _ in range(5)]
     assert waits == pytest.approx([0.0, 0.0, 0.05, 0.15, 0.25])
+
+
+def test_what_left_long_ago_is_forgotten_though_nobody_asks() -> None:
+    uplink = Uplink()
+    for second in range(100):
+        uplink.wait_s(1000, float(second))
+    assert len(uplink._sent) <= MEASURED_S + 1
 
 
 def test_only_so_many_peers_are_remembered() -> None:
