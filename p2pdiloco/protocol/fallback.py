@@ -61,11 +61,6 @@ class Fallback:
         self._mixed_at = [0] * num
         """Steps since receipt when the fragment was mixed last."""
 
-    @property
-    def _members(self) -> list[PeerId]:
-        node = self.node
-        return [m.peer for m in node.membership.alive(node.now) if m.ready]
-
     def beat(self) -> None:
         """With every heartbeat."""
         self._judge()
@@ -79,7 +74,7 @@ class Fallback:
 
     def _judge(self) -> None:
         node, quorum = self.node, self.node.config.times.quorum
-        short = node.ready and len(self._members) + 1 < quorum
+        short = node.ready and len(self.node.ready_peers) + 1 < quorum
         if not short:
             self._short_since = None
         elif self._short_since is None:
@@ -102,7 +97,10 @@ class Fallback:
 
     def _begin(self, register: Register, number: int) -> None:
         node, p = self.node, register.index
-        members = [node.me, *(peer for peer in self._members if self._stands_with(register, peer))]
+        members = [
+            node.me,
+            *(peer for peer in self.node.ready_peers if self._stands_with(register, peer)),
+        ]
         row = PAIRS(node.me, members, number, f"{node.config.run_id}/{p}")
         self._next_round[p], self._mixed_at[p] = number + 1, register.steps
         if row.partners:

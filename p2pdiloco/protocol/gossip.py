@@ -281,7 +281,7 @@ class Gossiper:
 
     def _row(self, topology: Topology, round_number: int) -> Row:
         node = self.node
-        members = [m.peer for m in node.membership.alive(node.now) if m.ready]
+        members = node.ready_peers
         if not members:
             return ALONE
         return topology(node.me, [node.me, *members], round_number, self.plan.seed)

@@ -208,6 +208,11 @@ class NodeState:
             self._whole = all(r.chain for r in self.registers)
         return self._whole and not self.settling and not self.gone
 
+    @property
+    def ready_peers(self) -> list[PeerId]:
+        """The living others that hold every fragment, by name. Costs a look at every member."""
+        return [m.peer for m in self.membership.alive(self.now) if m.ready]
+
     def is_alive(self, peer: PeerId) -> bool:
         return self.membership.is_alive(peer, self.now)
 

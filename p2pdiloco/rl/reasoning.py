@@ -1,7 +1,8 @@
 """Single-turn tasks of `reasoning-gym`: an optional package, no network.
 
-Only generators that compare an answer with the right one, as the package does unless told otherwise,
-or in a way that was read: some evaluate it as Python, and answers of peers are scored here.
+Only generators that compare an answer with the right one, as the package does unless it is told
+otherwise, or in a way that was read: some evaluate it as Python, and answers of peers are scored
+here.
 """
 
 import math
