@@ -22,6 +22,7 @@ import msgpack
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from p2pdiloco.errors import PeerError, UserError
+from p2pdiloco.protocol.turns import HELD_MAX
 from p2pdiloco.protocol.wire import FRAGMENTS_MAX
 
 PROTOCOL_VERSION = 1
@@ -91,7 +92,8 @@ class DataSpec(_Section):
     tokenizer: str = "bytes"
     """`bytes`: one token per byte; else a Hugging Face tokenizer: a directory or a hub name."""
     sequence_length: int = Field(default=128, ge=8, le=1 << 20)
-    """Tokens per sequence, in training, evaluation and sampling alike."""
+    """Tokens per sequence, in training, evaluation and sampling alike; of a whole trajectory where
+    there is an rl table."""
 
     @model_validator(mode="after")
     def _source_has_what_it_needs(self) -> Self:
@@ -232,6 +234,48 @@ class SyncSpec(_Section):
         return self
 
 
+class RlSpec(_Section):
+    """Reinforcement learning in place of text: what is rolled out, and how it is learnt from.
+
+    Step s is rolled out by the whole swarm with version s of the model; what comes of it is shared
+    out, each learner makes inner_steps steps of its share, and their merge is version s + 1.
+    """
+
+    environment: str = Field(
+        default="guess", pattern=r"^(guess|sums|reasoning-gym:[a-z0-9_]{1,64})$"
+    )
+    """`guess`: find a number below ten, told more or less; `sums`: add two numbers below a hundred;
+    `reasoning-gym:NAME`: questions of that generator of the package."""
+    num_groups: int = Field(default=8, ge=1, le=HELD_MAX)
+    """Tasks of a step."""
+    group_size: int = Field(default=16, ge=2, le=HELD_MAX)
+    """Trajectories of each task: their rewards are compared with each other."""
+    turns_max: int = Field(default=4, ge=1, le=1024)
+    """Answers that a trajectory may have."""
+    answer_tokens_max: int = Field(default=1, ge=1, le=1 << 16)
+    """Of one answer, which a line break ends sooner. A number below ten is one token of bytes."""
+    temperature: float = Field(default=1.0, gt=0, le=2)
+    """At which answers are drawn."""
+    variant: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
+    """How the loss is averaged, and whether advantages are divided by their deviation (not in
+    dr_grpo)."""
+    lag_max: int = Field(default=1, ge=0, le=64)
+    """Merges by which the model that learns may be ahead of the one that was rolled out. What is
+    older is dropped; the importance ratio corrects the rest."""
+    replayed_share: float = Field(default=0.05, ge=0, le=1)
+    """Of what peers rolled out, whose tokens are computed again by whoever takes it in. All of it
+    has its story checked."""
+
+    @model_validator(mode="after")
+    def _step_is_bounded(self) -> Self:
+        if self.num_groups * self.group_size > HELD_MAX:
+            raise ValueError(
+                f"a step has at most {HELD_MAX} trajectories, got num_groups {self.num_groups} * "
+                f"group_size {self.group_size}"
+            )
+        return self
+
+
 class LimitsSpec(_Section):
     """Bounds that all nodes of a run must share."""
 
@@ -279,6 +323,7 @@ class RunSpec(_Section):
     inner: InnerSpec = InnerSpec()
     outer: OuterSpec = OuterSpec()
     sync: SyncSpec = SyncSpec()
+    rl: RlSpec | None = None
     limits: LimitsSpec = LimitsSpec()
     genesis: GenesisSpec | None = None
 
@@ -293,6 +338,27 @@ class RunSpec(_Section):
             raise ValueError(
                 f"genesis.state_digests must name {self.sync.num_fragments} fragments, "
                 f"got {len(self.genesis.state_digests)}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _rl_fits(self) -> Self:
+        if self.rl is None:
+            return self
+        if self.sync.strategy != "quorum":
+            raise ValueError(f"rl needs sync.strategy quorum, got {self.sync.strategy}")
+        if self.sync.num_fragments != 1:
+            raise ValueError(
+                "rl needs sync.num_fragments 1, because a step is rolled out with one version of "
+                f"the whole model, got {self.sync.num_fragments}"
+            )
+        if self.sync.pacing != "fixed" or self.sync.gossip_below_quorum:
+            raise ValueError("rl needs sync.pacing fixed and no sync.gossip_below_quorum")
+        if self.rl.answer_tokens_max >= self.data.sequence_length:
+            raise ValueError(
+                f"rl.answer_tokens_max must be smaller than data.sequence_length = "
+                f"{self.data.sequence_length}, which a whole trajectory may have, "
+                f"got {self.rl.answer_tokens_max}"
             )
         return self
 

@@ -12,6 +12,7 @@ from p2pdiloco.spec import (
     InnerSpec,
     ModelSpec,
     OuterSpec,
+    RlSpec,
     RunSpec,
     SyncSpec,
     parse_spec,
@@ -78,8 +79,21 @@ def test_a_model_configuration_reads_back() -> None:
     assert parse_spec(draft_text(draft), "draft") == draft
 
 
+def test_an_rl_table_reads_back() -> None:
+    draft = RunSpec(name="a", sync=SyncSpec(num_fragments=1), rl=RlSpec(environment="sums"))
+    assert parse_spec(draft_text(draft), "draft") == draft
+
+
+def test_a_table_that_a_run_need_not_have_is_there_as_comments() -> None:
+    text = draft_text(RunSpec(name="a", sync=SyncSpec(num_fragments=1)))
+    rl = text[text.index("# [rl]") : text.index("[limits]")]
+    assert all(line.startswith("# ") for line in rl.strip().splitlines())
+    uncommented = text.replace(rl, rl.replace("\n# ", "\n").removeprefix("# "))
+    assert parse_spec(uncommented, "draft").rl == RlSpec()
+
+
 def test_every_key_of_the_spec_is_in_the_draft() -> None:
     lines = [line.removeprefix("# ") for line in draft_text(RunSpec(name="a")).splitlines()]
     keys = {line.split(" =")[0] for line in lines}
-    for section in (ModelSpec, DataSpec, InnerSpec, OuterSpec, SyncSpec):
+    for section in (ModelSpec, DataSpec, InnerSpec, OuterSpec, SyncSpec, RlSpec):
         assert set(section.model_fields) <= keys

@@ -11,6 +11,7 @@ from p2pdiloco.errors import PeerError, UserError
 from p2pdiloco.spec import (
     PROTOCOL_VERSION,
     GenesisSpec,
+    RlSpec,
     RunSpec,
     SignedSpec,
     SyncSpec,
@@ -73,6 +74,12 @@ def test_a_name_is_enough() -> None:
     spec = parse_spec('name = "kjv"', "run.toml")
     assert spec.model.preset == "tiny"
     assert (spec.sync.inner_steps, spec.sync.num_fragments) == (12, 6)
+
+
+def test_an_empty_rl_table_is_enough() -> None:
+    spec = parse_spec('name = "a"\n[sync]\nnum_fragments = 1\n[rl]', "run.toml")
+    assert spec.rl == RlSpec()
+    assert parse_spec('name = "a"', "run.toml").rl is None
 
 
 def test_lists_become_tuples() -> None:
@@ -144,6 +151,42 @@ def test_lists_become_tuples() -> None:
         (
             'name = "a"\n[sync]\nquorum = 65',
             "run.toml: sync.quorum must be at most limits.max_contributors = 64, got 65",
+        ),
+        (
+            'name = "a"\n[rl]',
+            (
+                "run.toml: rl needs sync.num_fragments 1, because a step is rolled out with one "
+                "version of the whole model, got 6"
+            ),
+        ),
+        (
+            'name = "a"\n[sync]\nstrategy = "gossip"\n[rl]',
+            "run.toml: rl needs sync.strategy quorum, got gossip",
+        ),
+        (
+            'name = "a"\n[sync]\nnum_fragments = 1\ngossip_below_quorum = true\n[rl]',
+            "run.toml: rl needs sync.pacing fixed and no sync.gossip_below_quorum",
+        ),
+        (
+            'name = "a"\n[sync]\nnum_fragments = 1\n[rl]\nanswer_tokens_max = 128',
+            (
+                "run.toml: rl.answer_tokens_max must be smaller than data.sequence_length = 128, "
+                "which a whole trajectory may have, got 128"
+            ),
+        ),
+        (
+            'name = "a"\n[rl]\nnum_groups = 1024',
+            (
+                "run.toml: rl: a step has at most 4096 trajectories, got num_groups 1024 * "
+                "group_size 16"
+            ),
+        ),
+        (
+            'name = "a"\n[rl]\nenvironment = "chess"',
+            (
+                "run.toml: rl.environment: expected match pattern "
+                "'^(guess|sums|reasoning-gym:[a-z0-9_]{1,64})$', got \"chess\""
+            ),
         ),
         (
             'name = "a"\n[model]\npreset = "tiny"\ncheckpoint = "x"',

@@ -10,16 +10,19 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from p2pdiloco.errors import UserError
-from p2pdiloco.spec import RunSpec
+from p2pdiloco.spec import RlSpec, RunSpec
 from p2pdiloco_bootstrap.identity import Identity
 
 _NOT_BY_HAND = ("genesis", "protocol_version")
+_LEFT_OUT: dict[str, BaseModel] = {"rl": RlSpec()}
+"""Tables that a run need not have: in the draft as comments."""
 _SECTION_COMMENTS = {
     "model": "Exactly one of preset, config, checkpoint.",
     "data": "Which text. Every node draws its own order from it; every 50th block is held out.",
     "inner": "AdamW, as every learner runs it between merges.",
     "outer": "Nesterov SGD, as every node applies it to each merged fragment.",
     "sync": "When and how the learners are merged.",
+    "rl": "Reinforcement learning in place of text; needs sync.num_fragments = 1.",
     "limits": "Bounds that all nodes share.",
 }
 
@@ -78,14 +81,24 @@ def draft_text(draft: RunSpec) -> str:
         "# Nothing can be changed after `p2pdiloco bootstrap` has started the run.",
         "",
     ]
-    top = _table_lines(draft, [name for name in RunSpec.model_fields if not _section(draft, name)])
+    names = [name for name in RunSpec.model_fields if name not in _NOT_BY_HAND]
+    top = _table_lines(draft, [name for name in names if name not in _SECTION_COMMENTS])
     sections = [
         line
-        for name in RunSpec.model_fields
-        if (section := _section(draft, name))
-        for line in ["", f"[{name}]", f"# {_SECTION_COMMENTS[name]}", *_table_lines(section)]
+        for name in names
+        if name in _SECTION_COMMENTS
+        for line in ["", *_section_lines(name, getattr(draft, name))]
     ]
     return "\n".join([*head, *top, *sections]) + "\n"
+
+
+def _section_lines(name: str, section: BaseModel | None) -> list[str]:
+    lines = [
+        f"[{name}]",
+        f"# {_SECTION_COMMENTS[name]}",
+        *_table_lines(section or _LEFT_OUT[name]),
+    ]
+    return lines if section else [f"# {line}" for line in lines]
 
 
 def _table_lines(table: BaseModel, names: list[str] | None = None) -> list[str]:
@@ -93,7 +106,6 @@ def _table_lines(table: BaseModel, names: list[str] | None = None) -> list[str]:
     return [
         line
         for name in names or list(fields)
-        if name not in _NOT_BY_HAND
         for line in _key_lines(name, getattr(table, name), fields[name])
     ]
 
@@ -112,11 +124,6 @@ def _toml(value: object) -> str:
         return json.dumps(value)
     items = (f"{json.dumps(key)} = {_toml(item)}" for key, item in value.items())
     return f"{{ {', '.join(items)} }}"
-
-
-def _section(draft: RunSpec, name: str) -> BaseModel | None:
-    value = getattr(draft, name)
-    return value if isinstance(value, BaseModel) and name not in _NOT_BY_HAND else None
 
 
 def _name_from(path: Path) -> str:

@@ -1,0 +1,82 @@
+"""What the spec of an rl run says, as the parts of this room take it.
+
+All nodes derive the same from it, so nobody has to send rules to anybody.
+"""
+
+from functools import cache
+
+from p2pdiloco.errors import UserError
+from p2pdiloco.learn.text import Tokenizer, open_tokenizer
+from p2pdiloco.rl.assignment import SHARED, StepTasks
+from p2pdiloco.rl.checks import Rulebook
+from p2pdiloco.rl.conversation import Limits, Policy
+from p2pdiloco.rl.environments import Guess, Sums, Task
+from p2pdiloco.rl.losses import LossRules
+from p2pdiloco.rl.reasoning import ReasoningGym
+from p2pdiloco.spec import DataSpec, RlSpec, RunSpec
+
+_REASONING_GYM = "reasoning-gym:"
+
+
+def rl_of(spec: RunSpec) -> RlSpec:
+    """The table that makes the run an rl run."""
+    assert spec.rl is not None, "the run learns from text"
+    return spec.rl
+
+
+def task_of(spec: RunSpec) -> Task:
+    """UserError if it needs a package that is missing or does not make it."""
+    rl = rl_of(spec)
+    return _task(rl.environment, rl.turns_max)
+
+
+def limits_of(spec: RunSpec) -> Limits:
+    """Of each trajectory."""
+    rl = rl_of(spec)
+    return Limits(
+        turns_max=rl.turns_max,
+        answer_tokens_max=rl.answer_tokens_max,
+        tokens_max=spec.data.sequence_length,
+    )
+
+
+def loss_rules_of(spec: RunSpec) -> LossRules:
+    return LossRules(variant=rl_of(spec).variant)
+
+
+def rulebook_of(spec: RunSpec, run_id: str, step: int) -> Rulebook:
+    """Of one step, all of whose tokens are chosen by the policy of the same version."""
+    rl = rl_of(spec)
+    tokenizer = _tokenizer(spec.data)
+    return Rulebook(
+        tasks=StepTasks(run_id, step, SHARED, rl.num_groups, rl.group_size),
+        task=task_of(spec),
+        tokenizer=tokenizer,
+        policy=Policy(temperature=rl.temperature, stop_token=_line_break(tokenizer)),
+        limits=limits_of(spec),
+        versions=frozenset({step}),
+    )
+
+
+@cache
+def _task(environment: str, turns_max: int) -> Task:
+    if environment == "guess":
+        return Guess(turns_max=turns_max)
+    if environment == "sums":
+        return Sums()
+    return ReasoningGym(environment.removeprefix(_REASONING_GYM))
+
+
+@cache
+def _tokenizer(data: DataSpec) -> Tokenizer:
+    return open_tokenizer(data)
+
+
+def _line_break(tokenizer: Tokenizer) -> int:
+    tokens = tokenizer.encode(b"\n")
+    if len(tokens) != 1:
+        raise UserError(
+            f"the tokenizer makes {len(tokens)} tokens of a line break, which ends an answer;"
+            " choose one that makes one of it"
+        )
+    return int(tokens[0])

@@ -1,0 +1,63 @@
+"""Rules of a step: what the spec of a run says, the same for everybody."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from p2pdiloco.errors import UserError
+from p2pdiloco.rl import rules
+from p2pdiloco.rl.assignment import SHARED
+from p2pdiloco.rl.environments import Guess, Sums
+from p2pdiloco.rl.rules import limits_of, rulebook_of, task_of
+from p2pdiloco.spec import DataSpec, RlSpec, RunSpec, SyncSpec
+
+
+def spec_of(**rl: object) -> RunSpec:
+    return RunSpec(
+        name="a",
+        data=DataSpec(sequence_length=96),
+        sync=SyncSpec(num_fragments=1),
+        rl=RlSpec.model_validate(rl),
+    )
+
+
+def test_each_environment_has_its_task() -> None:
+    assert task_of(spec_of(turns_max=3)) == Guess(turns_max=3)
+    assert task_of(spec_of(environment="sums")) == Sums()
+
+
+def test_a_trajectory_has_as_many_tokens_as_a_sequence() -> None:
+    limits = limits_of(spec_of(turns_max=3, answer_tokens_max=5))
+    assert (limits.turns_max, limits.answer_tokens_max, limits.tokens_max) == (3, 5, 96)
+
+
+def test_a_steps_tasks_are_everybodys_and_of_one_version() -> None:
+    book = rulebook_of(spec_of(num_groups=2, group_size=3), "run", 7)
+    assert (book.tasks.run_id, book.tasks.step, book.tasks.owner) == ("run", 7, SHARED)
+    assert book.tasks.num_trajectories == 6
+    assert book.versions == {7}
+    assert book.policy.stop_token == ord("\n")
+
+
+def test_its_conversations_ask_the_environment() -> None:
+    conversation = rulebook_of(spec_of(), "run", 7).conversation(0)
+    assert bytes(conversation.tokens).startswith(b"Guess 0 to 9")
+    assert conversation.request().num_tokens_max == 1
+
+
+class _Splitting:
+    """Makes two tokens of a line break."""
+
+    vocabulary_size = 256
+
+    def encode(self, text: bytes) -> list[int]:
+        return [0, 1]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return ""
+
+
+def test_a_line_break_of_two_tokens_cannot_end_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "_tokenizer", lambda data: _Splitting())
+    with pytest.raises(UserError, match="makes 2 tokens of a line break"):
+        rulebook_of(spec_of(), "run", 7)
