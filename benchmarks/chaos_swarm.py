@@ -66,8 +66,6 @@ CHILD_S = 120.0
 LEAVE_S = 60.0
 """For an orderly leave, in which a busy machine may be slow."""
 
-LEARNER_NICENESS = 5
-
 POLL_S = 0.1
 
 
@@ -142,13 +140,6 @@ class Node:
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
             async with self._session.post(self._url("settle"), headers={ACTION_HEADER: "1"}):
                 pass
-
-    def calm_learner(self) -> None:
-        """Has the learner train in what is left of the cores: four of them on two would hold up
-        every start of another, and that is not what is looked at here.
-        """
-        with contextlib.suppress(LookupError, psutil.NoSuchProcess):
-            self.learner.nice(LEARNER_NICENESS)
 
     def family(self) -> list[psutil.Process]:
         """Daemon, p2pd and learner, and whatever else it started in this life that still lives."""

@@ -144,7 +144,6 @@ class Watch:
             if look.may_step:
                 self._first[node.name] = look
                 self._waits[node.name] = deque()
-                node.calm_learner()
             return None
         passed_s = look.at - first.at
         waits = self._waits[node.name]

@@ -400,6 +400,8 @@ async def _p2p_client(sockets: str) -> AsyncIterator[Any]:
 
     async with asyncio.timeout(CONTROL_TIMEOUT_S):
         p2p = await _translated(LocalP2P.replicate(Multiaddr(f"/unix{sockets}p2pd.sock")))
+    for task in (p2p._client.control._read_task, p2p._client.control._write_task):
+        task.add_done_callback(note_lost_connection)
     try:
         yield p2p
     finally:
@@ -424,6 +426,13 @@ async def _dht_node(p2p: Any, identity: Identity) -> AsyncIterator[Any]:
         node.is_alive = False
         if node.cache_refresh_task is not None:
             node.cache_refresh_task.cancel()
+
+
+def note_lost_connection(task: asyncio.Task[None]) -> None:
+    """hivemind's end of its connection to p2pd expects no reset, which is how a killed p2pd may end
+    it, and nobody awaits it; that p2pd is gone is noticed by `watch`."""
+    if not task.cancelled() and isinstance(error := task.exception(), OSError):
+        log.debug("the connection to p2pd broke: %s", error)
 
 
 async def _translated(call: Any) -> Any:

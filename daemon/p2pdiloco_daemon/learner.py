@@ -142,7 +142,6 @@ class LearnerOptions:
     device: str = "cpu"
     threads: int = 1
     """Torch threads; two on a busy machine are slower than one."""
-    niceness: int = 0
     eval_every_steps: int = 100
     """At least this many steps between evaluations, and at least 19 times the time one takes."""
 
@@ -282,7 +281,6 @@ class Learner(ChildKeeper[Command, Message]):
             node_key=options.node_key,
             device=options.device,
             threads=options.threads,
-            niceness=options.niceness,
             eval_every_steps=options.eval_every_steps,
         )
 

@@ -53,7 +53,6 @@ class Start:
     node_key: str
     device: str
     threads: int
-    niceness: int
     eval_every_steps: int
 
 

@@ -32,6 +32,7 @@ from p2pdiloco.learn.text import Text, TextStream, open_text, open_tokenizer
 from p2pdiloco.optim.fragments import fragments_of
 from p2pdiloco.optim.mixing import Continuation
 from p2pdiloco.spec import RunSpec
+from p2pdiloco_daemon.background import work_in_background
 from p2pdiloco_daemon.learner_channel import (
     SAMPLE_TOKENS_MAX,
     Blend,
@@ -380,12 +381,12 @@ def main(control_fd: int, memory_fd: int) -> None:
     control = Control(socket.socket(fileno=control_fd))
     try:
         start = receive_start(control)
-        os.nice(start.niceness)
         # AdamW imports the compiler, which makes a directory even if nothing is compiled
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", start.directory)
         process = _build(start, control, memory_fd)
     except EOFError:
         return
+    work_in_background()  # not before: importing torch is what everybody waits for
     process.run()
 
 

@@ -30,6 +30,7 @@ from p2pdiloco.rollout.request import Finish, Progress, QueueFull, Request, Toke
 from p2pdiloco.rollout.sampling import Sampling
 from p2pdiloco.rollout.suffix import SuffixDrafter
 from p2pdiloco.spec import RunSpec
+from p2pdiloco_daemon.background import work_in_background
 from p2pdiloco_daemon.learner_channel import ChannelError, MessageReader, SharedTensors, pack
 from p2pdiloco_daemon.rollout_channel import (
     Cancel,
@@ -320,6 +321,7 @@ def main(control_fd: int, memory_fd: int) -> None:
         process = _build(_receive_start(control), control, memory_fd)
     except EOFError:
         return
+    work_in_background()
     process.run()
 
 

@@ -22,6 +22,7 @@ import pytest
 from p2pdiloco.learn.models import build_model, embedding_names, num_parameters, parameter_shapes
 from p2pdiloco.optim.fragments import Fragment, fragments_of
 from p2pdiloco.spec import DataSpec, GenesisSpec, ModelSpec, RunSpec, SyncSpec, TensorLayout
+from p2pdiloco_daemon.background import NICENESS
 from p2pdiloco_daemon.learner import (
     CheckpointFailed,
     Died,
@@ -292,6 +293,15 @@ def test_training_from_real_text_lowers_the_held_out_loss(play: Play) -> None:
         stage.learner.evaluate()
         after = await stage.next(Evaluated, since)
         assert after.loss < before.loss - 0.3
+
+    play(scene)
+
+
+def test_it_trains_in_the_background(play: Play) -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.steps(1)
+        nicer = psutil.Process(stage.learner.pid).nice() - psutil.Process().nice()
+        assert nicer == min(NICENESS, 19 - psutil.Process().nice())
 
     play(scene)
 

@@ -1,6 +1,8 @@
 """What a host does by itself is watched as its p2pd is."""
 
 import asyncio
+import errno
+import gc
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import cast
@@ -8,7 +10,7 @@ from typing import cast
 import pytest
 
 from p2pdiloco_bootstrap.control import Control
-from p2pdiloco_bootstrap.host import Host, HostOptions
+from p2pdiloco_bootstrap.host import Host, HostOptions, note_lost_connection
 from p2pdiloco_bootstrap.identity import Identity
 from p2pdiloco_bootstrap.p2pd import DaemonEnded, NetworkDaemon
 
@@ -59,3 +61,21 @@ def test_whoever_watches_hears_of_the_end_of_p2pd_and_of_a_bug_in_the_tending(
             await asyncio.wait((host._tending,))
 
     asyncio.run(main())
+
+
+def test_that_a_killed_p2pd_resets_its_connection_is_no_forgotten_error() -> None:
+    complaints: list[dict[str, object]] = []
+
+    async def break_off() -> None:
+        raise ConnectionResetError(errno.ECONNRESET, "reset by peer")
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, told: complaints.append(told))
+        task = asyncio.create_task(break_off())
+        task.add_done_callback(note_lost_connection)
+        await asyncio.wait((task,))
+        del task
+        gc.collect()
+
+    asyncio.run(main())
+    assert not complaints

@@ -30,9 +30,6 @@ class Node:
         self.corrections: list[str] = []
         """What the page says of the state from the next look on, one after the other."""
 
-    def calm_learner(self) -> None:
-        pass
-
     async def status(self) -> JsonObject:
         if self.corrections:
             self.state = self.corrections.pop(0)

@@ -22,7 +22,7 @@ from p2pdiloco_daemon.learner_channel import (
     pack,
 )
 
-START = Start("{}", "/tmp", "node", "cpu", 1, 0, 100)
+START = Start("{}", "/tmp", "node", "cpu", 1, 100)
 
 
 def command_reader() -> MessageReader[Command]:

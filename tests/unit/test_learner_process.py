@@ -343,7 +343,7 @@ def test_garbage_ends_it_with_a_sentence(scene: Scene) -> None:
 
 def test_a_second_start_is_refused(scene: Scene) -> None:
     with pytest.raises(ChannelError, match="started once"):
-        scene.run({0: [Start("", "", "", "", 1, 0, 1)]})
+        scene.run({0: [Start("", "", "", "", 1, 1)]})
 
 
 def test_quick_steps_are_reported_together_and_before_any_answer() -> None:
