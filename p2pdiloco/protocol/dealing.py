@@ -84,7 +84,7 @@ class _Member:
     retry_at: float = float("-inf")
 
 
-class Shares:
+class Dealing:
     """`handle` is the only call that changes anything. It wants to hear of the learners every
     second; there is no other clock."""
 
