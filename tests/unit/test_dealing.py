@@ -1,17 +1,17 @@
 """Who learns from which groups: what is sent to whom as members come, go and refuse."""
 
-from p2pdiloco.protocol.naming import PeerId
 from p2pdiloco.protocol.dealing import (
     ORPHANED_S,
     REFUSING_S,
     RETRY_S,
+    Dealing,
     Learner,
     LearnersSeen,
     SendShare,
     ShareFailed,
-    Dealing,
     ShareTaken,
 )
+from p2pdiloco.protocol.naming import PeerId
 
 ANNA, BERT, CLEO = (PeerId(name) for name in ("anna", "bert", "cleo"))
 INNER_STEPS = 4
