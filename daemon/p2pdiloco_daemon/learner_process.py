@@ -25,7 +25,8 @@ import torch
 from p2pdiloco.errors import P2PDilocoError, StoreError
 from p2pdiloco.learn.disagreement import output_distributions, probe_batch
 from p2pdiloco.learn.evaluate import held_out_loss, sample_text
-from p2pdiloco.learn.inner_loop import InnerLoop, StepResult, bf16_is_faster
+from p2pdiloco.learn.inner_loop import InnerLoop, bf16_is_faster
+from p2pdiloco.learn.local_model import StepResult
 from p2pdiloco.learn.models import build_model, num_parameters
 from p2pdiloco.learn.predictions import POSITIONS, pack_predictions
 from p2pdiloco.learn.text import Text, TextStream, open_text, open_tokenizer

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from p2pdiloco.errors import StoreError
-from p2pdiloco.learn.inner_loop import StepResult
+from p2pdiloco.learn.local_model import StepResult
 from p2pdiloco_daemon.learner_channel import (
     Blend,
     Blended,
