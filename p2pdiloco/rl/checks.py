@@ -2,7 +2,8 @@
 
 `story` needs no model and is done for every episode: it plays the trajectory again with the
 answers as they are, and everything else must follow: the prompt of the assigned task, what the
-environment and the tools said, the limits, where it ended, the reward.
+environment and the tools said, the limits, where it ended, the reward. `resume` does the same for
+an episode so far, which another worker goes on with.
 
 `replay` is one prefill and is done for a random sample: with the assigned noise each token must be
 the one that the policy of its version chooses, and its log-probability that policy's. Noise is a
@@ -98,6 +99,49 @@ class Rulebook:
 
 def story(episode: Episode, rules: Rulebook) -> Refusal | None:
     """None if all that the policy did not choose is right. Needs no model."""
+    played = _played(episode, rules)
+    return played if isinstance(played, Refusal) else _end_refusal(episode, played)
+
+
+def resume(episode: Episode, rules: Rulebook) -> Conversation | Refusal:
+    """The conversation that goes on where an episode so far (`Conversation.so_far`) stands, or what
+    is wrong with its story."""
+    played = _played(episode, rules)
+    if isinstance(played, Refusal):
+        return played
+    if played.episode is not None or episode.is_cut:
+        return Refusal(Reason.WRONG_END, len(played.tokens))
+    if episode.tokens != tuple(played.tokens):
+        difference = _first_difference(episode.tokens, played.tokens)
+        return Refusal(Reason.WRONG_STORY, difference)
+    if episode.reward:
+        return Refusal(Reason.WRONG_REWARD, len(played.tokens))
+    return played
+
+
+def replay(
+    episode: Episode,
+    rules: Rulebook,
+    models: Mapping[int, PreTrainedModel],
+    margin: float,
+) -> Refusal | None:
+    """None if all tokens of these versions are what the policy chooses. Tokens of other versions
+    are not looked at. `margin` is what float32 logits may be wrong by (`Referee.margin`).
+    """
+    for version, model in models.items():
+        chosen = [(p, logprob) for p, logprob, of in episode.chosen() if of == version]
+        if chosen and (refusal := _replay(episode, rules, model, chosen, margin)):
+            return refusal
+    return None
+
+
+def sampled(episodes: Iterable[Episode], share: float, rng: random.Random) -> list[Episode]:
+    """Those to replay. `rng` must be the checker's own secret, or a cheat could tell which."""
+    return [episode for episode in episodes if rng.random() < share]
+
+
+def _played(episode: Episode, rules: Rulebook) -> Conversation | Refusal:
+    """The conversation after its answers, if all before the last of them is right."""
     tasks = rules.tasks
     if episode.step != tasks.step or episode.trajectory >= tasks.num_trajectories:
         return Refusal(Reason.NOT_ASSIGNED, 0)
@@ -121,28 +165,7 @@ def story(episode: Episode, rules: Rulebook) -> Refusal | None:
             return Refusal(Reason.WRONG_LENGTH, answer.end - 1)
         tokens = zip(chosen, answer.logprobs, answer.versions, strict=True)
         conversation.answered([Token(*token) for token in tokens])
-    return _end_refusal(episode, conversation)
-
-
-def replay(
-    episode: Episode,
-    rules: Rulebook,
-    models: Mapping[int, PreTrainedModel],
-    margin: float,
-) -> Refusal | None:
-    """None if all tokens of these versions are what the policy chooses. Tokens of other versions
-    are not looked at. `margin` is what float32 logits may be wrong by (`Referee.margin`).
-    """
-    for version, model in models.items():
-        chosen = [(p, logprob) for p, logprob, of in episode.chosen() if of == version]
-        if chosen and (refusal := _replay(episode, rules, model, chosen, margin)):
-            return refusal
-    return None
-
-
-def sampled(episodes: Iterable[Episode], share: float, rng: random.Random) -> list[Episode]:
-    """Those to replay. `rng` must be the checker's own secret, or a cheat could tell which."""
-    return [episode for episode in episodes if rng.random() < share]
+    return conversation
 
 
 def _ends_rightly(chosen: Sequence[int], stop_token: int, conversation: Conversation) -> bool:

@@ -114,6 +114,12 @@ class Conversation:
         if self.turn == self._limits.turns_max or self._num_left < 1:
             self._end(0.0, is_cut=True)
 
+    def so_far(self) -> Episode:
+        """An episode that goes on, as another worker may resume it (checks.py): at least one
+        answer, and what the environment said to the last."""
+        assert self.episode is None, "the trajectory has ended"
+        return self._episode(0.0, is_cut=False)
+
     @property
     def _num_left(self) -> int:
         return self._limits.tokens_max - len(self.tokens)
@@ -122,7 +128,10 @@ class Conversation:
         self.tokens += [int(token) for token in self._tokenizer.encode(text.encode())]
 
     def _end(self, reward: float, *, is_cut: bool) -> None:
-        self.episode = Episode(
+        self.episode = self._episode(reward, is_cut=is_cut)
+
+    def _episode(self, reward: float, *, is_cut: bool) -> Episode:
+        return Episode(
             step=self._tasks.step,
             trajectory=self._trajectory,
             tokens=tuple(self.tokens),

@@ -39,7 +39,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
-    """A trajectory that has ended. Its tokens that no answer covers were written by the
+    """A trajectory that has ended, or so far. Its tokens that no answer covers were written by the
     environment, and none is learnt from."""
 
     step: int
