@@ -35,6 +35,10 @@ class Cache:
         """Whether a sequence this long fits when it is alone."""
         return _rounded(length_max) <= self.num_slots_max
 
+    def num_rows_of(self, length_max: int) -> int:
+        """Sequences this long that may run at once."""
+        return self.num_slots_max // _rounded(length_max)
+
     def admit(self, tokens: Sequence[int], length_max: int) -> int | None:
         """Gives the next row; says how many leading tokens it holds already. None if it must wait.
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from p2pdiloco.rollout.cache import Cache
 from p2pdiloco.rollout.costs import WIDTHS, CostTable, Reliability, paying_lengths
 from p2pdiloco.rollout.lean import lean_pass
+from p2pdiloco.rollout.pace import Pace
 from p2pdiloco.rollout.packed import Segment, forward, in_pass_order, prepare
 from p2pdiloco.rollout.request import Finish, Progress, Request, Running, Token
 from p2pdiloco.rollout.rows import Rows
@@ -81,8 +82,10 @@ class Engine:
         """
         prepare(model)
         self._forward = lean_pass(model) or partial(forward, model)
-        self._model = model
+        self.model = model
+        """The one whose weights `swap` overwrites."""
         self.costs = CostTable()
+        self.pace = Pace(self.costs)
         self.reliability = Reliability()
         self.referee = Referee(model, self._logits_alone)
         self.cache = Cache(model, limits.cache_bytes, reuse=reuse)
@@ -94,6 +97,8 @@ class Engine:
         self._clock = clock
         self._drafter = drafter
         self._cancelled: list[Progress] = []
+        self.busy_s = 0.0
+        """Spent in steps, by the clock."""
         self.num_drafted = 0
         """Draft tokens tried."""
         self.num_held = 0
@@ -104,15 +109,19 @@ class Engine:
         """Whether `step` has something to do or to tell."""
         return bool(self.scheduler.waiting or self.scheduler.running or self._cancelled)
 
+    def num_rows_of(self, length_max: int) -> int:
+        """Sequences of this length that run at once."""
+        return min(self._limits.num_rows_max, self.cache.num_rows_of(length_max))
+
     def submit(self, request: Request) -> None:
         """Queues a request. `QueueFull` if too many wait, `ValueError` if it can never run."""
-        positions: int | None = getattr(self._model.config, "max_position_embeddings", None)
+        positions: int | None = getattr(self.model.config, "max_position_embeddings", None)
         if positions is not None and request.length_max > positions:
             raise ValueError(
                 f"request {request.id!r} may grow to {request.length_max} tokens, but the model"
                 f" knows {positions} positions; shorten the prompt or ask for fewer tokens"
             )
-        vocabulary: int = self._model.config.vocab_size
+        vocabulary: int = self.model.config.vocab_size
         if not all(0 <= token < vocabulary for token in request.prompt):
             raise ValueError(
                 f"request {request.id!r} has a token that is not one of the {vocabulary} that the"
@@ -136,7 +145,7 @@ class Engine:
         Running requests go on: their keys and values are computed anew, and their next tokens carry
         the new version.
         """
-        parameters = dict(self._model.named_parameters())
+        parameters = dict(self.model.named_parameters())
         if weights.keys() != parameters.keys():
             raise ValueError(
                 "the new weights are of another model: they lack"
@@ -161,9 +170,9 @@ class Engine:
         started = self._clock()
         works = self.schedule()
         progress = self.postprocess(works, self.run(works)) if works else []
-        if works and all(work.num_wanted == len(work.segment.tokens) for work in works):
-            num_tokens = sum(work.num_wanted for work in works)
-            self.costs.observe(len(works), num_tokens, self._clock() - started)
+        if works:
+            num_committed = sum(len(added.tokens) for added in progress)
+            self._observe(works, num_committed, self._clock() - started)
         progress += self._cancelled
         self._cancelled = []
         return progress
@@ -229,7 +238,18 @@ class Engine:
         self.cache.prefixes.clear()
         self.cache.rows.resize(batches[-1], length)
         self.costs.measure(batches, self._trial_seconds)
+        num_prompt_tokens = min(self._limits.chunk_tokens, CALIBRATION_TOKENS)
+        self.pace.prefilled(num_prompt_tokens, self._prompt_seconds(num_prompt_tokens))
         self.cache.rows.resize(0, 0)
+
+    def _observe(self, works: Sequence[_Work], num_committed: int, seconds: float) -> None:
+        self.busy_s += seconds
+        num_tokens = sum(len(work.segment.tokens) for work in works)
+        if all(work.num_wanted == len(work.segment.tokens) for work in works):
+            self.pace.decoded(len(works), num_committed, seconds)
+            self.costs.observe(len(works), num_tokens, seconds)
+        elif all(work.num_wanted < len(work.segment.tokens) for work in works):
+            self.pace.prefilled(num_tokens, seconds)
 
     def _trial_seconds(self, batch: int, width: int) -> float:
         segments = [Segment(row, CALIBRATION_TOKENS, [0] * width) for row in range(batch)]
@@ -242,8 +262,13 @@ class Engine:
             seconds.append(self._clock() - started)
         return min(seconds)
 
+    def _prompt_seconds(self, num_tokens: int) -> float:
+        started = self._clock()
+        self._forward([Segment(0, 0, [0] * num_tokens)], self.cache.rows, [num_tokens - 1])
+        return self._clock() - started
+
     def _logits_alone(self, tokens: Sequence[int]) -> Tensor:
-        rows = Rows(self._model)
+        rows = Rows(self.model)
         rows.resize(1, len(tokens))
         return self._forward([Segment(0, 0, tokens)], rows, range(len(tokens)))
 
@@ -309,7 +334,7 @@ class Engine:
         if self._drafter is not None:
             self._drafter.extend(running.request.id, new)
         tokens = (Token(c.token, c.logprob, self.version) for c in settled[: len(new)])
-        return Progress(running.request.id, tuple(tokens), finish)
+        return Progress(running.request.id, tuple(tokens), finish, running.num_reused)
 
     def _end(self, request_id: str) -> None:
         """A finished request leaves its prefix to later turns, and its answer to drafts."""

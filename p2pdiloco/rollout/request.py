@@ -69,6 +69,8 @@ class Progress:
     id: str
     tokens: tuple[Token, ...]
     finish: Finish | None = None
+    num_reused: int = 0
+    """Of the prompt, tokens that did not have to be computed."""
 
 
 @dataclass(eq=False, slots=True)
