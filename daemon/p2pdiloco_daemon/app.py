@@ -299,6 +299,7 @@ async def _serving(
 
     options = RolloutOptions(
         spec=part.signed.spec,
+        run_id=part.signed.run_id,
         fragments=part.holdings.replica.fragments,
         newest=partial(_newest_policy, part.holdings),
         device=ground.options.device,

@@ -29,9 +29,9 @@ from p2pdiloco_daemon.rollouts import (
     Died,
     Question,
     Rollouts,
-    RolloutsBusy,
 )
 from p2pdiloco_daemon.status.view import JsonObject
+from p2pdiloco_daemon.trajectories import RolloutsBusy
 
 LOOK_S = 0.5
 """Between looks at whether the client is still there, when nothing comes."""

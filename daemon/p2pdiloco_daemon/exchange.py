@@ -153,12 +153,12 @@ class Exchange:
         started, uplink = now(), self._traffic.uplink
         try:
             async with (
-                _asking(peer),
+                asking(peer),
                 self._session.post(
                     url, data=message, timeout=timeout, allow_redirects=False
                 ) as response,
             ):
-                await _require_success(peer, response)
+                await require_success(peer, response)
         except Unreachable:
             if now() >= started + MESSAGE_TIMEOUT_S:
                 uplink.round_trip(peer, MESSAGE_TIMEOUT_S, now())
@@ -259,12 +259,12 @@ class Exchange:
         url = self._url(donor, chunk.path)
         try:
             async with (
-                _asking(donor),
+                asking(donor),
                 self._session.get(
                     url, headers=asked, timeout=timeout, allow_redirects=False
                 ) as response,
             ):
-                await _require_success(donor, response)
+                await require_success(donor, response)
                 got = response.headers.get("Content-Range")
                 if got != f"bytes {start}-{stop - 1}/{chunk.total_bytes}":
                     raise PeerError(
@@ -288,12 +288,12 @@ class Exchange:
         timeout = _timeout(max_bytes, idle_timeout_s)
         url = self._url(peer, path)
         async with (
-            _asking(peer),
+            asking(peer),
             self._session.get(
                 url, params=query, timeout=timeout, allow_redirects=False
             ) as response,
         ):
-            await _require_success(peer, response)
+            await require_success(peer, response)
             size = response.content_length
             if size is None or size > max_bytes:
                 raise PeerError(
@@ -406,7 +406,7 @@ def _differing_donors(suspect: Gathering, good: Gathering) -> list[str]:
 
 
 @asynccontextmanager
-async def _asking(peer: str) -> AsyncIterator[None]:
+async def asking(peer: str) -> AsyncIterator[None]:
     """What aiohttp raises about a connection, as Unreachable."""
     try:
         yield
@@ -418,7 +418,7 @@ async def _asking(peer: str) -> AsyncIterator[None]:
         raise Unreachable(f"{peer}: {str(error) or type(error).__name__}") from error
 
 
-async def _require_success(peer: str, response: aiohttp.ClientResponse) -> None:
+async def require_success(peer: str, response: aiohttp.ClientResponse) -> None:
     if response.status < 300:
         return
     words = (await response.content.read(_ANSWER_BYTES_MAX)).decode(errors="replace")

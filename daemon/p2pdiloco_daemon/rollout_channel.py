@@ -18,6 +18,7 @@ class Start:
 
     spec: str
     """The run spec as JSON."""
+    run_id: str
     device: str
     threads: int
     rows_max: int
@@ -46,8 +47,34 @@ class Submit:
 
 
 @dataclass(frozen=True, slots=True)
+class Play:
+    """A turn of a trajectory; answered by `Played` or `Refused`."""
+
+    id: int
+    """Of the same numbers as those of `Submit` and `Check`."""
+    step: int
+    trajectory: int
+    turn: int
+    history: bytes
+    """A packed episode so far, or empty before the first turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Wanted: whether a packed episode of a step may be believed; answered by `Checked`."""
+
+    id: int
+    step: int
+    episode: bytes
+    ended: bool
+    """Whether it must have ended, or must not."""
+    replayed: bool
+    """Whether its tokens are to be looked at, too."""
+
+
+@dataclass(frozen=True, slots=True)
 class Cancel:
-    """Nobody wants the answer any more; `Finished` may cross it on the way, else none comes."""
+    """Nobody wants the answer any more; it may cross this on the way, else none comes."""
 
     id: int
 
@@ -64,7 +91,7 @@ class Stop:
     """Leave."""
 
 
-Command = Start | Submit | Cancel | InstallWeights | Stop
+Command = Start | Submit | Play | Check | Cancel | InstallWeights | Stop
 
 
 # Events, from the worker to the daemon.
@@ -102,6 +129,30 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
+class Played:
+    """A turn is generated, and the environment has acted on it."""
+
+    id: int
+    turn: int
+    """The one that is next, or that was the last."""
+    has_ended: bool
+    num_tokens: int
+    """Of the trajectory now."""
+    num_reused: int
+    """Of the prompt, tokens that did not have to be computed."""
+    episode: bytes
+    """Packed; so far, if it has not ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What is wrong with an episode, as a sentence; empty if nothing was found."""
+
+    id: int
+    refusal: str
+
+
+@dataclass(frozen=True, slots=True)
 class Refused:
     """A request that cannot be, or cannot be now."""
 
@@ -136,4 +187,17 @@ class Load:
     """Spent in steps."""
 
 
-Message = Ready | Progressed | Finished | Refused | Installed | Load
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """What the engine can do, as `turns.Load` has it; measured on this policy, or one before it."""
+
+    num_rows: int
+    cache_tokens: int
+    prefill_tokens_per_s: float
+    batches: bytes
+    """int32, little-endian."""
+    token_s: bytes
+    """One for each of them: float32, little-endian."""
+
+
+Message = Ready | Progressed | Finished | Played | Checked | Refused | Installed | Load | Speeds

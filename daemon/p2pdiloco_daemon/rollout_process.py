@@ -17,6 +17,7 @@ import sys
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import assert_never, get_args
 
 import torch
@@ -25,6 +26,7 @@ from p2pdiloco.errors import P2PDilocoError
 from p2pdiloco.learn.models import build_model
 from p2pdiloco.learn.text import Tokenizer, open_tokenizer
 from p2pdiloco.optim.fragments import Fragment, fragments_of
+from p2pdiloco.rl.rules import rulebook_of
 from p2pdiloco.rollout.engine import Engine, Limits
 from p2pdiloco.rollout.request import Finish, Progress, QueueFull, Request, Token
 from p2pdiloco.rollout.sampling import Sampling
@@ -34,21 +36,28 @@ from p2pdiloco_daemon.background import work_in_background
 from p2pdiloco_daemon.learner_channel import ChannelError, MessageReader, SharedTensors, pack
 from p2pdiloco_daemon.rollout_channel import (
     Cancel,
+    Check,
     Command,
     Finished,
     Installed,
     InstallWeights,
     Load,
     Message,
+    Play,
     Progressed,
     Ready,
     Refused,
+    Speeds,
     Start,
     Stop,
     Submit,
 )
+from p2pdiloco_daemon.rollout_turns import Turns
 
 LOAD_PERIOD_S = 0.2
+SPEEDS_PERIOD_S = 1.0
+_NEWEST = 0.1
+"""Weight of a new measurement."""
 READ_BYTES = 1 << 16
 NO_VERSION = -1
 """Of the policy before the first weights."""
@@ -130,6 +139,22 @@ class Answer:
         return end
 
 
+class Stretch:
+    """How much longer steps take by the wall's clock than by the engine's, which may count the time
+    of this process alone."""
+
+    def __init__(self) -> None:
+        self._wall_s = self._engine_s = 0.0
+
+    def observe(self, wall_s: float, engine_s: float) -> None:
+        self._wall_s += _NEWEST * (wall_s - self._wall_s)
+        self._engine_s += _NEWEST * (engine_s - self._engine_s)
+
+    @property
+    def factor(self) -> float:
+        return self._wall_s / self._engine_s if self._engine_s else 1.0
+
+
 class RolloutProcess:
     """The main loop: commands, then a step."""
 
@@ -141,20 +166,25 @@ class RolloutProcess:
         engine: Engine,
         tokenizer: Tokenizer,
         length_max: int,
+        turns: Turns | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
-        """`length_max` is what the model is trained on: beyond it, it babbles."""
+        """`length_max` is what the model is trained on: beyond it, it babbles. `turns` are of an rl
+        run only."""
         self._length_max = length_max
         self._control = control
         self._memory = memory
         self._fragments = fragments
         self._engine = engine
         self._tokenizer = tokenizer
+        self._turns = turns
         self._clock = clock
-        self._answers: dict[int, Answer] = {}
+        self._answers: dict[str, Answer] = {}
+        """By id of the request."""
         self._num_tokens = 0
         self._busy_s = 0.0
-        self._load_at = clock()
+        self._stretch = Stretch()
+        self._load_at = self._speeds_at = clock()
         self._told: Load | None = None
         self._stopping = False
 
@@ -169,18 +199,25 @@ class RolloutProcess:
     def turn(self) -> None:
         """What has been asked, waited for if there is no work; then a step."""
         self._tell_load()
-        for command in self._control.commands(wait=not self._engine.has_work):
+        has_checks = self._turns is not None and self._turns.has_checks
+        for command in self._control.commands(wait=not (self._engine.has_work or has_checks)):
             self._take(command)
         if self._engine.has_work:
             self._step()
+        if self._turns is not None and self._turns.has_checks:
+            self._turns.check_next()
 
     def _take(self, command: Command) -> None:
         match command:
             case Submit():
                 self._submit(command)
+            case Play() | Check():
+                self._take_up(command)
             case Cancel():
-                if self._answers.pop(command.id, None):
+                if self._answers.pop(str(command.id), None):
                     self._engine.cancel(str(command.id))
+                elif self._turns is not None:
+                    self._turns.cancel(command.id)
             case InstallWeights():
                 self._install(command)
             case Stop():
@@ -189,6 +226,15 @@ class RolloutProcess:
                 raise ChannelError("a worker is started once, got Start again")
             case _:
                 assert_never(command)
+
+    def _take_up(self, wanted: Play | Check) -> None:
+        if self._turns is None:
+            reason = "the run learns from text; it has no trajectories"
+            self._control.post(Refused(wanted.id, reason, is_busy=False))
+        elif isinstance(wanted, Play):
+            self._turns.play(wanted)
+        else:
+            self._turns.check(wanted)
 
     def _submit(self, wanted: Submit) -> None:
         if self._engine.version == NO_VERSION:
@@ -203,7 +249,7 @@ class RolloutProcess:
         except ValueError as error:
             self._control.post(Refused(wanted.id, str(error), is_busy=False))
         else:
-            self._answers[wanted.id] = Answer(
+            self._answers[request.id] = Answer(
                 self._tokenizer, json.loads(wanted.stops), len(request.prompt)
             )
 
@@ -242,15 +288,25 @@ class RolloutProcess:
         self._engine.swap(weights, command.version)
         if is_first:
             self._engine.calibrate()
+        if self._turns is not None:
+            self._turns.policy_changed()
+        self._tell_speeds()
         self._control.post(Installed(command.version, self._clock() - started))
 
     def _step(self) -> None:
-        started = self._clock()
+        started, engine_s = self._clock(), self._engine.busy_s
         for progress in self._engine.step():
-            answer = self._answers.get(int(progress.id))
+            answer = self._answers.get(progress.id)
             if answer is not None:
                 self._tell(progress, answer)
-        self._busy_s += self._clock() - started
+            elif self._turns is not None:
+                self._num_tokens += len(progress.tokens)
+                self._turns.take(progress)
+        busy_s = self._clock() - started
+        self._busy_s += busy_s
+        self._stretch.observe(busy_s, self._engine.busy_s - engine_s)
+        if self._clock() >= self._speeds_at + SPEEDS_PERIOD_S:
+            self._tell_speeds()
 
     def _tell(self, progress: Progress, answer: Answer) -> None:
         """Its tokens, up to a stop; and the end, if that is reached."""
@@ -263,7 +319,7 @@ class RolloutProcess:
             self._engine.cancel(progress.id)
             finish = Finish.STOP
         if finish is not None:
-            del self._answers[number]
+            del self._answers[progress.id]
             reason = Finish.STOP if answer.is_stopped else finish
             self._control.post(Finished(number, reason.value, answer.prompt_tokens))
 
@@ -285,6 +341,20 @@ class RolloutProcess:
         if load != self._told:
             self._control.post(load)
         self._told, self._load_at = load, now + LOAD_PERIOD_S
+
+    def _tell_speeds(self) -> None:
+        engine, factor = self._engine, self._stretch.factor
+        pace = engine.pace.token_s
+        self._control.post(
+            Speeds(
+                num_rows=engine.num_rows_of(self._length_max),
+                cache_tokens=engine.cache.num_slots_max,
+                prefill_tokens_per_s=engine.pace.prefill_tokens_per_s / factor,
+                batches=_bytes("i", [batch for batch, _seconds in pace]),
+                token_s=_bytes("f", [seconds * factor for _batch, seconds in pace]),
+            )
+        )
+        self._speeds_at = self._clock()
 
 
 def _progressed(number: int, text: str, tokens: Sequence[Token]) -> Progressed:
@@ -347,10 +417,12 @@ def _build(start: Start, control: Control, memory_fd: int) -> RolloutProcess:
     clock = time.process_time if start.device == "cpu" else time.perf_counter
     engine = Engine(model, limits, clock, drafter=SuffixDrafter(), version=NO_VERSION)
     memory = SharedTensors(memory_fd, [fragment.size for fragment in fragments])
+    turns = None
+    if spec.rl is not None:
+        turns = Turns(engine, partial(rulebook_of, spec, start.run_id), control.post)
+    tokenizer, length_max = open_tokenizer(spec.data), spec.data.sequence_length
     control.post(Ready(start.device))
-    return RolloutProcess(
-        control, memory, fragments, engine, open_tokenizer(spec.data), spec.data.sequence_length
-    )
+    return RolloutProcess(control, memory, fragments, engine, tokenizer, length_max, turns)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """The daemon's handle on its rollout worker: starts it, keeps its policy new, passes answers on.
 
 The worker is a process like the learner's (`child`), restarted whenever it dies. Who waits for an
-answer is then told so: nothing is asked twice behind anybody's back.
+answer is then told so: nothing is asked twice behind anybody's back. In an rl run it plays turns of
+trajectories, too (`trajectories`).
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
@@ -14,10 +15,12 @@ from typing import get_args
 
 import numpy as np
 
-from p2pdiloco.errors import P2PDilocoError
 from p2pdiloco.optim.fragments import Fragment
+from p2pdiloco.protocol import turns
+from p2pdiloco.protocol.turns import TurnId
 from p2pdiloco.spec import RunSpec
 from p2pdiloco_daemon.child import Child
+from p2pdiloco_daemon.held_turns import Played
 from p2pdiloco_daemon.keeper import ChildKeeper, kept_alive
 from p2pdiloco_daemon.learner_channel import (
     SharedTensors,
@@ -29,7 +32,6 @@ from p2pdiloco_daemon.rollout_channel import (
     Finished,
     Installed,
     InstallWeights,
-    Load,
     Message,
     Progressed,
     Ready,
@@ -38,10 +40,10 @@ from p2pdiloco_daemon.rollout_channel import (
     Stop,
     Submit,
 )
+from p2pdiloco_daemon.trajectories import ROWS_MAX, TURNS_MAX, RolloutsBusy, Trajectories
 
-ROWS_MAX = 32
 WAITING_MAX = 32
-"""Requests that the worker runs at once, and that wait for it. One more is refused as busy."""
+"""Questions that wait for the worker, beside those that it runs. One more is refused as busy."""
 
 CACHE_BYTES = 1 << 28
 """For the worker's keys and values."""
@@ -52,15 +54,13 @@ REFRESH_SHARE_MAX = 0.05
 """Part of the time that changes of the policy may take."""
 LOOK_S = 0.5
 """Between looks for a newer policy."""
+RL_LOOK_S = 0.1
+"""In an rl run, where nothing is generated before the newest is there. It is installed at once."""
 
 STOP_ASKED_S = 1.0
 """How long a stop waits for the step in hand, before SIGTERM."""
 
 logger = logging.getLogger(__name__)
-
-
-class RolloutsBusy(P2PDilocoError):
-    """No answer now; ask again later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +112,7 @@ class RolloutOptions:
     """`newest` gives the policy to serve, or None while there is none."""
 
     spec: RunSpec
+    run_id: str
     fragments: tuple[Fragment, ...]
     newest: Callable[[], Policy | None]
     device: str = "cpu"
@@ -147,20 +148,22 @@ class Rollouts(ChildKeeper[Command, Message]):
         self._memory = SharedTensors(memory_fd, [f.size for f in options.fragments])
         self._answers: dict[int, Answer] = {}
         self._last_id = 0
-        self._serving = False
-        """A policy was installed in the living process."""
+        self._version: int | None = None
+        self._trajectories = Trajectories(self._serving_child, self._next_id)
         self._installed: asyncio.Queue[Installed] = asyncio.Queue()
+
+    @property
+    def version(self) -> int | None:
+        """Of the policy that generates; None while there is none."""
+        return self._version
 
     @contextmanager
     def answering(self, question: Question) -> Iterator[Answer]:
         """The answer as it comes; leaving the block ends it. RolloutsBusy if none can begin."""
-        child = self._child
-        if child is None or not self._serving:
-            raise RolloutsBusy("the rollout worker is starting; ask again in some seconds")
+        child = self._serving_child()
         if len(self._answers) >= ROWS_MAX + WAITING_MAX:
             raise RolloutsBusy(f"{len(self._answers)} requests are in work; ask again later")
-        self._last_id += 1
-        number = self._last_id
+        number = self._next_id()
         self._answers[number] = answer = Answer()
         child.send(
             Submit(
@@ -182,6 +185,48 @@ class Rollouts(ChildKeeper[Command, Message]):
             if self._answers.pop(number, None) is not None:
                 child.send(Cancel(number))
 
+    def load(self) -> turns.Load | None:
+        """How the worker is, and what it holds of the present step. None while it has no policy."""
+        return self._trajectories.load() if self._version is not None else None
+
+    def held(self, step: int, trajectory: int) -> Played | None:
+        """What it played last of a trajectory of the present step."""
+        return self._trajectories.held(step, trajectory)
+
+    async def play(self, turn: TurnId, history: bytes) -> Played:
+        """Generates a turn and lets the environment act. `history` is the packed episode so far; it
+        may be empty before the first turn, and for the turn that is next after what is `held`.
+
+        RolloutsBusy or TurnRefused. Cancelling withdraws the turn, unless others wait for the same.
+        """
+        return await self._trajectories.play(turn, history)
+
+    async def check(
+        self,
+        step: int,
+        episodes: Sequence[bytes],
+        replayed: Collection[int] = (),
+        *,
+        ended: bool = True,
+    ) -> list[str | None]:
+        """What is wrong with each of these packed episodes of a step, as a sentence; None where
+        nothing was found. Those at the indices `replayed` are computed again, too, as far as the
+        worker has the policy that chose their tokens: it has the newest.
+
+        Without `ended` they must be episodes so far. RolloutsBusy if it cannot be said now,
+        TurnRefused in a run that has no trajectories.
+        """
+        return await self._trajectories.check(step, episodes, replayed, ended=ended)
+
+    def _serving_child(self) -> Child[Command]:
+        if self._child is None or self._version is None:
+            raise RolloutsBusy("the rollout worker is starting; ask again in some seconds")
+        return self._child
+
+    def _next_id(self) -> int:
+        self._last_id += 1
+        return self._last_id
+
     # ---------------------------------------------------------------- its lives
 
     def _tell_death(self, reason: str, restart_in_s: float) -> None:
@@ -191,15 +236,17 @@ class Rollouts(ChildKeeper[Command, Message]):
     def _greeting(self) -> Start:
         return Start(
             spec=self._options.spec.model_dump_json(),
+            run_id=self._options.run_id,
             device=self._options.device,
             threads=self._options.threads,
             rows_max=ROWS_MAX,
-            waiting_max=WAITING_MAX,
+            waiting_max=WAITING_MAX + TURNS_MAX,
             cache_bytes=CACHE_BYTES,
         )
 
     def _life_over(self, reason: str) -> None:
-        self._serving = False
+        self._version = None
+        self._trajectories.life_over(reason)
         for answer in self._answers.values():
             answer.put_nowait(Died(reason, 0.0))
         self._answers.clear()
@@ -213,28 +260,32 @@ class Rollouts(ChildKeeper[Command, Message]):
                 if answer := self._answers.pop(message.id, None):
                     answer.put_nowait(message)
             case Installed():
-                self._serving = True
+                self._version = message.version
                 self._installed.put_nowait(message)
             case Ready():
                 child.is_ready = True
-            case Load():
+            case _:
                 pass
+        self._trajectories.take(message)
         self._on_event(message)
 
     async def _accompany(self, child: Child[Command]) -> None:
         """Hands the worker the newest policy, not too often, as long as it lives."""
         self._installed = asyncio.Queue()
         served: Policy | None = None
+        is_rl = self._options.spec.rl is not None
+        look_s = RL_LOOK_S if is_rl else LOOK_S
         while True:
             policy = self._options.newest() if child.is_ready else None
-            pause_s = LOOK_S
+            pause_s = look_s
             if policy is not None and (served is None or not policy.is_same(served)):
                 loop = asyncio.get_running_loop()
                 await loop.run_in_executor(self._executor, self._copy, policy)
                 child.send(InstallWeights(policy.version))
                 installed = await self._installed.get()
                 served = policy
-                pause_s = max(REFRESH_S, installed.seconds / REFRESH_SHARE_MAX)
+                if not is_rl:
+                    pause_s = max(REFRESH_S, installed.seconds / REFRESH_SHARE_MAX)
             await asyncio.sleep(pause_s)
 
     def _copy(self, policy: Policy) -> None:

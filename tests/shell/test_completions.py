@@ -14,8 +14,9 @@ from aiohttp import web
 from p2pdiloco_bootstrap.serving import serving_on_tcp
 from p2pdiloco_daemon.completions import Completions
 from p2pdiloco_daemon.rollout_channel import Finished, Progressed, Refused
-from p2pdiloco_daemon.rollouts import Answer, AnswerEvent, Died, Question, Rollouts, RolloutsBusy
+from p2pdiloco_daemon.rollouts import Answer, AnswerEvent, Died, Question, Rollouts
 from p2pdiloco_daemon.status.app import COMPLETIONS_PATH
+from p2pdiloco_daemon.trajectories import RolloutsBusy
 
 
 def part(text: str, *tokens: int, version: int = 4) -> Progressed:

@@ -32,6 +32,7 @@ from p2pdiloco_daemon.rollout_channel import (
     Message,
     Progressed,
     Refused,
+    Speeds,
     Stop,
     Submit,
 )
@@ -107,7 +108,7 @@ class Stage:
             while data := self._ours.recv(1 << 16):
                 messages += reader.feed(data)
         self._ours.setblocking(True)
-        return [message for message in messages if not isinstance(message, Load)]
+        return [message for message in messages if not isinstance(message, Load | Speeds)]
 
 
 def _ticking() -> Callable[[], float]:

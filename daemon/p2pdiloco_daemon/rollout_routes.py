@@ -1,0 +1,166 @@
+"""What a node's rollout worker does for others: the routes, and the websocket of turns.
+
+    GET /v1/rollouts/load                          -> LoadReport; 503 while there is no policy
+    GET /v1/rollouts/held/{step}/{trajectory}      -> Answer, of what was played last; 404
+    GET /v1/rollouts/turns                         a websocket: see `turn_wire`; 503 as above
+
+All are added to the application that the node serves to its peers, with its limits on requests.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+import aiohttp
+from aiohttp import web
+
+from p2pdiloco.errors import PeerError
+from p2pdiloco.protocol.naming import sentence
+from p2pdiloco.protocol.turns import Load
+from p2pdiloco_bootstrap.serving import Traffic, send_body
+from p2pdiloco_daemon.held_turns import Played
+from p2pdiloco_daemon.rollouts import Rollouts
+from p2pdiloco_daemon.trajectories import TURNS_MAX, RolloutsBusy, TurnRefused
+from p2pdiloco_daemon.turn_wire import (
+    FRAME_BYTES_MAX,
+    LOAD_PATH,
+    TURNS_PATH,
+    Answer,
+    Answered,
+    Ask,
+    LoadReport,
+    Refusal,
+    Withdraw,
+    pack,
+    unpack_asked,
+)
+
+HEARTBEAT_S = 20.0
+"""Between pings; an asker that leaves one unanswered for half of it has gone."""
+WRITE_TIMEOUT_S = 30.0
+"""For an answer to leave."""
+_KIND = "rollouts"
+"""Of the bytes in `Traffic`."""
+
+
+class RolloutRoutes:
+    """`rollouts` gives the node's worker, or None while there is none."""
+
+    def __init__(self, rollouts: Callable[[], Rollouts | None], traffic: Traffic) -> None:
+        self._rollouts = rollouts
+        self._traffic = traffic
+        self._open: set[web.WebSocketResponse] = set()
+
+    def add_to(self, app: web.Application) -> None:
+        app.router.add_get(LOAD_PATH, self.load)
+        app.router.add_get(r"/v1/rollouts/held/{step:\d{1,16}}/{trajectory:\d{1,16}}", self.held)
+        app.router.add_get(TURNS_PATH, self.turns)
+        app.on_shutdown.append(self._close)
+
+    async def load(self, request: web.Request) -> web.StreamResponse:
+        rollouts, load = self._serving()
+        assert rollouts.version is not None
+        body = pack(LoadReport(rollouts.version, load))
+        return await send_body(request, body, _KIND, self._traffic)
+
+    async def held(self, request: web.Request) -> web.StreamResponse:
+        rollouts, _load = self._serving()
+        place = request.match_info
+        played = rollouts.held(int(place["step"]), int(place["trajectory"]))
+        if played is None:
+            raise web.HTTPNotFound(text="nothing is held of this trajectory")
+        return await send_body(request, pack(_answer(0, played)), _KIND, self._traffic)
+
+    async def turns(self, request: web.Request) -> web.StreamResponse:
+        rollouts, _load = self._serving()
+        socket = web.WebSocketResponse(
+            heartbeat=HEARTBEAT_S, max_msg_size=FRAME_BYTES_MAX, compress=False
+        )
+        await socket.prepare(request)
+        self._open.add(socket)
+        try:
+            async with asyncio.TaskGroup() as plays:
+                desk = _Desk(socket, rollouts, self._traffic, plays)
+                try:
+                    await desk.listen()
+                finally:
+                    desk.withdraw_all()
+        finally:
+            self._open.remove(socket)
+        return socket
+
+    def _serving(self) -> tuple[Rollouts, Load]:
+        rollouts = self._rollouts()
+        load = rollouts.load() if rollouts else None
+        if rollouts is None or load is None:
+            raise web.HTTPServiceUnavailable(text="no rollout worker has a policy here")
+        return rollouts, load
+
+    async def _close(self, _app: web.Application) -> None:
+        for socket in list(self._open):
+            await socket.close(code=aiohttp.WSCloseCode.GOING_AWAY)
+
+
+class _Desk:
+    """The turns of one asker, for as long as its websocket is open."""
+
+    def __init__(
+        self,
+        socket: web.WebSocketResponse,
+        rollouts: Rollouts,
+        traffic: Traffic,
+        plays: asyncio.TaskGroup,
+    ) -> None:
+        self._socket = socket
+        self._rollouts = rollouts
+        self._traffic = traffic
+        self._plays = plays
+        self._asked: dict[int, asyncio.Task[None]] = {}
+
+    async def listen(self) -> None:
+        """Until the asker closes, goes, or says what cannot be understood."""
+        async for message in self._socket:
+            if message.type is not aiohttp.WSMsgType.BINARY:
+                break
+            self._traffic.down[_KIND] += len(message.data)
+            try:
+                asked = unpack_asked(message.data)
+                self._take(asked)
+            except PeerError as error:
+                reason = str(error)[:100].encode()
+                await self._socket.close(code=aiohttp.WSCloseCode.POLICY_VIOLATION, message=reason)
+
+    def withdraw_all(self) -> None:
+        for task in self._asked.values():
+            task.cancel()
+
+    def _take(self, asked: Ask | Withdraw) -> None:
+        if isinstance(asked, Withdraw):
+            if task := self._asked.get(asked.id):
+                task.cancel()
+            return
+        if asked.id in self._asked:
+            raise PeerError(f"two turns with the id {asked.id}")
+        if len(self._asked) >= TURNS_MAX:
+            raise PeerError(f"{len(self._asked)} turns at once; at most {TURNS_MAX} may be asked")
+        task = self._plays.create_task(self._play(asked), name=str(asked.turn))
+        self._asked[asked.id] = task
+        task.add_done_callback(lambda _task: self._asked.pop(asked.id))
+
+    async def _play(self, asked: Ask) -> None:
+        answered: Answered
+        try:
+            answered = _answer(asked.id, await self._rollouts.play(asked.turn, asked.history))
+        except (RolloutsBusy, TurnRefused) as error:
+            is_busy = isinstance(error, RolloutsBusy)
+            answered = Refusal(asked.id, sentence(str(error)), is_busy)
+        data = pack(answered)
+        try:
+            async with asyncio.timeout(WRITE_TIMEOUT_S):
+                await self._socket.send_bytes(data)
+        except (ConnectionError, TimeoutError):  # the asker has gone, as `listen` finds out
+            return
+        self._traffic.up[_KIND] += len(data)
+
+
+def _answer(number: int, played: Played) -> Answer:
+    return Answer(number, played.held, played.num_reused, played.episode)
