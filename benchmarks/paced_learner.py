@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from p2pdiloco.learn.inner_loop import StepResult
+from p2pdiloco.learn.local_model import StepResult
 from p2pdiloco.learn.predictions import BUCKETS, POSITIONS
 from p2pdiloco.optim.fragments import Fragment, fragments_of
 from p2pdiloco.spec import RunSpec

@@ -31,6 +31,9 @@ PROTOCOL_VERSION = 1
 MAX_SPEC_BYTES = 256 * 1024
 """A spec with the digests of 400 fragments has about 30 KB; a transformers config a few KB."""
 
+TRAJECTORY_TOKENS_MAX = 1 << 16
+"""A packed trajectory, up to 12 bytes per token, must fit one message of 1 MiB."""
+
 _SIGNED_DOMAIN = b"p2pdiloco run spec\0"
 """Prefix of what the owner signs, so that the signature fits nothing else the key ever signs."""
 
@@ -354,6 +357,11 @@ class RunSpec(_Section):
             )
         if self.sync.pacing != "fixed" or self.sync.gossip_below_quorum:
             raise ValueError("rl needs sync.pacing fixed and no sync.gossip_below_quorum")
+        if self.data.sequence_length > TRAJECTORY_TOKENS_MAX:
+            raise ValueError(
+                f"rl needs data.sequence_length, of a whole trajectory, to be at most "
+                f"{TRAJECTORY_TOKENS_MAX}, got {self.data.sequence_length}"
+            )
         if self.rl.answer_tokens_max >= self.data.sequence_length:
             raise ValueError(
                 f"rl.answer_tokens_max must be smaller than data.sequence_length = "

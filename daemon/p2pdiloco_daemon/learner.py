@@ -9,7 +9,7 @@ daemon only. Whatever happens to the daemon, the process leaves (see `learner_pr
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -32,6 +32,7 @@ from p2pdiloco_daemon.learner_channel import (
     Evaluated,
     Install,
     Installed,
+    Learned,
     Message,
     Ready,
     ReleaseSnapshot,
@@ -48,6 +49,7 @@ from p2pdiloco_daemon.learner_channel import (
     Stop,
     TakeSnapshot,
     Vector,
+    pieces_of_share,
 )
 
 __all__ = [
@@ -56,6 +58,7 @@ __all__ = [
     "Died",
     "Evaluated",
     "Installed",
+    "Learned",
     "Learner",
     "LearnerEvent",
     "LearnerOptions",
@@ -120,6 +123,7 @@ LearnerEvent = (
     | Snapshot
     | SnapshotRefused
     | Evaluated
+    | Learned
     | Sampled
     | SampleFailed
     | CheckpointFailed
@@ -257,6 +261,18 @@ class Learner(ChildKeeper[Command, Message]):
         else:
             self._answer(SampleFailed(request_id, "the learner is not running"))
         return request_id
+
+    def learn(self, step: int, episodes: Sequence[bytes]) -> bool:
+        """A share of a step of an rl run, as packed episodes that have been checked; answered by
+        `Learned` once it has been learnt from or dropped, unless the learner dies. False if it is
+        not running.
+        """
+        child = self._ready_child()
+        if child is None:
+            return False
+        for piece in pieces_of_share(step, episodes):
+            child.send(piece)
+        return True
 
     def pause(self) -> None:
         """No steps after the one in hand, after a restart neither; fragments are still served."""

@@ -13,7 +13,7 @@ Not here: when to say what. That is `learner` (the daemon's side) and `learner_p
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Generic, TypeVar, get_type_hints
 
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 MESSAGE_BYTES_MAX = 1 << 20
 """The largest message is `Start` with a run spec, itself at most 256 KiB, in it."""
+
+PIECE_BYTES_MAX = 1 << 18
+"""Of a share on its way; the learner reads one between two steps."""
 
 SAMPLE_TOKENS_MAX = 4096
 """A sample stops the training while it is drawn; this is seconds on the slowest machine."""
@@ -130,6 +133,17 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
+class Learn:
+    """A piece of a share of a step to learn from, see `pieces_of_share`; answered by `Learned` when
+    the whole share has been learnt from or dropped. More pieces follow until one `is_last`.
+    """
+
+    step: int
+    piece: bytes
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """Save the inner checkpoint and leave."""
 
@@ -144,6 +158,7 @@ Command = (
     | SetPaused
     | Evaluate
     | Sample
+    | Learn
     | Stop
 )
 
@@ -247,6 +262,19 @@ class Evaluated:
 
 
 @dataclass(frozen=True, slots=True)
+class Learned:
+    """What became of a share; see `p2pdiloco.rl.shares.Lesson`."""
+
+    step: int
+    num_episodes: int
+    num_learnt_from: int
+    num_dropped: int
+    reward: float
+    drift: float
+    loss: float
+
+
+@dataclass(frozen=True, slots=True)
 class Sampled:
     request_id: int
     text: str
@@ -274,6 +302,7 @@ Message = (
     | SnapshotTaken
     | SnapshotRefused
     | Evaluated
+    | Learned
     | Sampled
     | SampleFailed
     | CheckpointFailed
@@ -336,6 +365,22 @@ class MessageReader(Generic[M]):
         ):
             raise ChannelError(f"a {name} has the fields {', '.join(hints)}, got {values!r:.80}")
         return self._kinds[name](*values)
+
+
+def pieces_of_share(step: int, episodes: Sequence[bytes]) -> Iterator[Learn]:
+    """Packed episodes (`p2pdiloco.rl.episodes`) as the commands that bring them."""
+    whole = bytes(msgpack.packb(list(episodes)))
+    for start in range(0, len(whole), PIECE_BYTES_MAX):
+        end = start + PIECE_BYTES_MAX
+        yield Learn(step, whole[start:end], is_last=end >= len(whole))
+
+
+def episodes_in(share: bytes) -> list[bytes]:
+    """Of the joined pieces; ChannelError if they are none."""
+    match msgpack.unpackb(share):
+        case [*episodes] if all(type(episode) is bytes for episode in episodes):
+            return episodes
+    raise ChannelError(f"a share of {len(share)} bytes is no list of episodes")
 
 
 class SharedTensors:

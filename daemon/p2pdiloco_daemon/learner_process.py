@@ -1,9 +1,9 @@
 """The learner process: inner steps for ever, and the swarm's business at the boundaries between.
 
 At a boundary it first installs the fragments that have arrived, then hands out the snapshots that
-were asked for. It blocks on nothing but its own steps, except while it is paused or has not yet
-received every fragment: then it waits for the next command. It leaves when told to, or when the
-control socket closes because the daemon is gone.
+were asked for. It blocks on nothing but its own steps, except while it is paused, has not yet
+received every fragment, or, in an rl run, has no episodes to learn from: then it waits for the next
+command. It leaves when told to, or when the control socket closes because the daemon is gone.
 
 Started by `learner` as `p2pdiloco_daemon.learner_process CONTROL_FD MEMORY_FD`, bound to it (see
 `bound`); the first message on the control socket is `Start`.
@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Protocol, assert_never
 
@@ -25,12 +26,16 @@ import torch
 from p2pdiloco.errors import P2PDilocoError, StoreError
 from p2pdiloco.learn.disagreement import output_distributions, probe_batch
 from p2pdiloco.learn.evaluate import held_out_loss, sample_text
-from p2pdiloco.learn.inner_loop import InnerLoop, StepResult, bf16_is_faster
+from p2pdiloco.learn.inner_loop import InnerLoop, bf16_is_faster
+from p2pdiloco.learn.local_model import StepResult
 from p2pdiloco.learn.models import build_model, num_parameters
 from p2pdiloco.learn.predictions import POSITIONS, pack_predictions
 from p2pdiloco.learn.text import Text, TextStream, open_text, open_tokenizer
 from p2pdiloco.optim.fragments import fragments_of
 from p2pdiloco.optim.mixing import Continuation
+from p2pdiloco.rl.episodes import unpack
+from p2pdiloco.rl.loop import RlLoop, shares_of
+from p2pdiloco.rl.shares import Shares
 from p2pdiloco.spec import RunSpec
 from p2pdiloco_daemon.background import work_in_background
 from p2pdiloco_daemon.learner_channel import (
@@ -45,6 +50,8 @@ from p2pdiloco_daemon.learner_channel import (
     Evaluated,
     Install,
     Installed,
+    Learn,
+    Learned,
     Ready,
     ReleaseSnapshot,
     RoundEnded,
@@ -60,6 +67,7 @@ from p2pdiloco_daemon.learner_channel import (
     Stop,
     TakeSnapshot,
     Vector,
+    episodes_in,
 )
 from p2pdiloco_daemon.learner_control import Control
 from p2pdiloco_daemon.stopwatch import Clock, Stopwatch, queued_clock
@@ -103,7 +111,8 @@ class Trainer(Protocol):
 class Judge(Protocol):
     """Looks at the model between steps."""
 
-    def held_out_loss(self) -> float: ...
+    def held_out_loss(self) -> float | None:
+        """None if nothing is held out."""
 
     def predictions(self) -> bytes: ...
 
@@ -123,6 +132,7 @@ class LearnerProcess:
         eval_every_steps: int,
         clock: Clock = time.perf_counter,
         queued: Clock = lambda: 0.0,
+        shares: Shares | None = None,
     ) -> None:
         self._control = control
         self._memory = memory
@@ -132,6 +142,9 @@ class LearnerProcess:
         self._eval_every_steps = eval_every_steps
         self._paused = False
         self._clock = clock
+        self._shares = shares
+        """What the trainer learns from, in an rl run."""
+        self._share_pieces = bytearray()
         num_fragments = len(memory.incoming)
         self._versions: list[int | None] = [None] * num_fragments
         self._serials = [0] * num_fragments
@@ -153,13 +166,14 @@ class LearnerProcess:
     def run(self) -> None:
         """Until `Stop` or until the daemon is gone; the inner checkpoint is then on disk."""
         try:
+            stepped = False
             while not self._stopping:
-                if not self._may_step():
+                if not stepped:
                     self._control.wait()
                 with self._stalls.running():
                     self._pass_boundary()
                 self._look_at_the_model()
-                if self._may_step():
+                if stepped := self._may_step():
                     self._step()
         except EOFError:
             pass
@@ -173,12 +187,13 @@ class LearnerProcess:
 
     def _may_step(self) -> bool:
         free = not (self._paused or self._held or self._stopping)
-        return self._complete() and free
+        return self._complete() and free and (self._shares is None or self._shares.has_part)
 
     def _pass_boundary(self) -> None:
         for command in self._control.commands():
             self._take(command)
         self._install_arrivals()
+        self._tell_lessons()
         self._end_rounds()
         self._answer_snapshots()
         if self._may_step() and self._clock() >= self._next_checkpoint:
@@ -205,6 +220,8 @@ class LearnerProcess:
                 self._evaluation_wanted = True
             case Sample():
                 self._queue_sample(command)
+            case Learn():
+                self._take_share(command)
             case Stop():
                 self._stopping = True
             case Start():
@@ -219,7 +236,22 @@ class LearnerProcess:
             self._versions[p], self._serials[p] = arrival.version, arrival.serial
             self._held.discard(p)
             self._control.post(Installed(p, arrival.version, steps, tokens))
+            if self._shares:
+                self._shares.stand_on(arrival.version)
         self._arrivals.clear()
+
+    def _take_share(self, command: Learn) -> None:
+        if self._shares is None:
+            raise ChannelError("a share of a step, in a run that learns from text")
+        self._share_pieces += command.piece
+        if command.is_last:
+            episodes = map(unpack, episodes_in(bytes(self._share_pieces)))
+            self._share_pieces.clear()
+            self._shares.add(command.step, episodes)
+
+    def _tell_lessons(self) -> None:
+        for lesson in self._shares.take_ended() if self._shares else ():
+            self._control.post(Learned(**asdict(lesson)))
 
     def _blend(self, wanted: Blend) -> None:
         p = wanted.fragment
@@ -320,7 +352,10 @@ class LearnerProcess:
         self._evaluation_wanted = False
         self._evaluated_step = self._trainer.num_steps
         self._next_evaluation = ended + (ended - started) * (1 / EVALUATION_SHARE_MAX - 1)
-        self._control.post(Evaluated(loss, self._trainer.num_steps, ended - started, predictions))
+        if loss is not None:
+            self._control.post(
+                Evaluated(loss, self._trainer.num_steps, ended - started, predictions)
+            )
 
     def _step(self) -> None:
         with self._steps.running():
@@ -342,20 +377,22 @@ class LearnerProcess:
 
 
 class _ModelJudge:
-    """The local model's held-out loss and samples."""
+    """The local model's held-out loss and samples. `text` is None in an rl run."""
 
-    def __init__(self, model: torch.nn.Module, text: Text, spec: RunSpec) -> None:
+    def __init__(self, model: torch.nn.Module, text: Text | None, spec: RunSpec) -> None:
         self._model = model
         self._text = text
         self._tokenizer = open_tokenizer(spec.data)
         self._sequence_length = spec.data.sequence_length
         self._is_compared = spec.sync.strategy == "gossip"
 
-    def held_out_loss(self) -> float:
+    def held_out_loss(self) -> float | None:
+        if self._text is None:
+            return None
         return held_out_loss(self._model, self._text, self._sequence_length)
 
     def predictions(self) -> bytes:
-        if not self._is_compared:
+        if self._text is None or not self._is_compared:
             return b""
         sequences = -(-POSITIONS // self._sequence_length) + 3
         probe = probe_batch(self._text, self._sequence_length, sequences)
@@ -408,8 +445,9 @@ def _build(start: Start, control: Control, memory_fd: int) -> LearnerProcess:
     spec = RunSpec.model_validate_json(start.spec)
     memory = SharedTensors(memory_fd, [fragment.size for fragment in fragments_of(spec)])
     model = build_model(spec.architecture, spec.seed, spec.data.sequence_length)
-    text = open_text(spec.data)
-    trainer = _build_trainer(start, spec, model, text)
+    text = None if spec.rl else open_text(spec.data)
+    shares = shares_of(spec) if spec.rl else None
+    trainer = _build_trainer(start, spec, model, text, shares)
     checkpoint = Path(start.directory) / CHECKPOINT_NAME
     if checkpoint.exists():
         try:
@@ -425,15 +463,22 @@ def _build(start: Start, control: Control, memory_fd: int) -> LearnerProcess:
         checkpoint,
         start.eval_every_steps,
         queued=queued_clock(),
+        shares=shares,
     )
 
 
-def _build_trainer(start: Start, spec: RunSpec, model: torch.nn.Module, text: Text) -> InnerLoop:
+def _build_trainer(
+    start: Start, spec: RunSpec, model: torch.nn.Module, text: Text | None, shares: Shares | None
+) -> InnerLoop | RlLoop:
+    fragments = fragments_of(spec)
+    if shares:
+        return RlLoop(model, shares, spec, fragments, start.device)
+    assert text, "a run learns from text or from episodes"
     return InnerLoop(
         model,
         TextStream(text, spec.data.sequence_length, spec.seed, start.node_key),
         spec.inner,
-        fragments_of(spec),
+        fragments,
         start.device,
         bf16=bf16_is_faster(num_parameters(model), start.device, time.perf_counter),
     )

@@ -178,7 +178,10 @@ def wake_up(
         signed.run_id, spec.genesis.state_digests, signer, unvouched=plan is not None
     )
     kept = holdings.load_json(SAVED_NODE)
-    kept = kept if isinstance(kept, dict) else {}
+    if not isinstance(kept, dict):
+        if kept is not None:
+            logger.warning("the kept ledger is damaged (%.80r); a new one begins", kept)
+        kept = {}
     config = NodeConfig(
         run_id=signed.run_id,
         me=PeerId(identity.peer_id),

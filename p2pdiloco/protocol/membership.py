@@ -77,7 +77,8 @@ class Member:
 
     def news(self, news: Heartbeat | Sighting, known: int, now: float, slowness: float) -> None:
         """`known` is the incarnation that we went by until now: one that left may be back since."""
-        if self.last_news > float("-inf"):
+        if self.last_news > float("-inf") and news.incarnation == self.incarnation:
+            # where a new life begins, the gap says how long it was away, not how often it speaks
             gap = min(now - self.last_news, SUSPECT_MAX_S * slowness)
             self.deviation_s += 0.25 * (abs(gap - self.interval_s) - self.deviation_s)
             self.interval_s += 0.125 * (gap - self.interval_s)

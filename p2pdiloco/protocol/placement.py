@@ -3,6 +3,7 @@
     WAITING --Place--> GENERATING --TurnFinished--> ACTING --TurnReady--> WAITING (next turn)
                                                        \\--TrajectoryEnded--> ENDED
     GENERATING, ACTING --failed, lost, too late--> WAITING (same turn); GIVEN_UP after `TRIES_MAX`
+    any of them but GIVEN_UP --TurnRevoked--> WAITING (that turn)
     any of them --beyond a limit, the step's time is up--> GIVEN_UP
 
 Form "war" is WAR (arXiv 2607.17299): while there are fewer requests than a threshold, a new
@@ -49,6 +50,7 @@ from p2pdiloco.protocol.turns import (
     TurnFinished,
     TurnId,
     TurnReady,
+    TurnRevoked,
     Withdraw,
     WorkerLost,
 )
@@ -150,6 +152,8 @@ class Placement:
                 yield from self._further(Held(turn, Holding.READY, num_tokens), None, now)
             case TrajectoryEnded(turn):
                 yield from self._further(Held(turn, Holding.ENDED, 0), None, now)
+            case TurnRevoked():
+                yield from self._turn_revoked(event, now)
             case WorkerLost(worker, reason):
                 yield from self._worker_lost(worker, reason, now)
             case TimePassed():
@@ -198,6 +202,18 @@ class Placement:
             return
         if trajectory.worker == event.worker:
             yield from self._lost(trajectory, event.reason, now)
+
+    def _turn_revoked(self, event: TurnRevoked, now: float) -> Iterator[Action]:
+        trajectory, turn = self._of(event.turn), event.turn.turn
+        if trajectory is None or trajectory.stage is Stage.GIVEN_UP or trajectory.turn < turn:
+            return
+        if trajectory.worker is not None:
+            present = turn_id(self.step, trajectory)
+            yield Withdraw(trajectory.worker, present, "an earlier turn was not true")
+        self._forget(trajectory)
+        trajectory.turn, trajectory.tries = turn, 0
+        trajectory.prompt_tokens = event.num_tokens
+        yield from self._lost(trajectory, "it was not true", now)
 
     def _further(self, held: Held, worker: PeerId | None, now: float) -> Iterator[Action]:
         """Somebody is at this turn. If that is news, the trajectory is there from now on; if it is
@@ -281,7 +297,8 @@ class Placement:
                 waited = now - trajectory.since
                 reason = f"{trajectory.stage.value} for {waited:.0f} s"
                 assert trajectory.worker is not None
-                yield Withdraw(trajectory.worker, turn_id(self.step, trajectory), reason)
+                turn = turn_id(self.step, trajectory)
+                yield Withdraw(trajectory.worker, turn, reason, is_overdue=True)
                 yield from self._lost(trajectory, reason, now)
 
     def _lost(self, trajectory: Trajectory, reason: str, now: float) -> Iterator[Action]:

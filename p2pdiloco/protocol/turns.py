@@ -135,6 +135,15 @@ class TrajectoryEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class TurnRevoked:
+    """What was taken in for this turn's answer is not true, nor is anything after it: the turn is
+    to be generated again from the `num_tokens` before it, though the trajectory may have ended."""
+
+    turn: TurnId
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerLost:
     """It left, fell silent, or is no longer wanted. What it was at is lost."""
 
@@ -148,7 +157,14 @@ class TimePassed:
 
 
 Event = (
-    LoadReported | TurnFinished | TurnFailed | TurnReady | TrajectoryEnded | WorkerLost | TimePassed
+    LoadReported
+    | TurnFinished
+    | TurnFailed
+    | TurnReady
+    | TrajectoryEnded
+    | TurnRevoked
+    | WorkerLost
+    | TimePassed
 )
 
 
@@ -168,6 +184,8 @@ class Withdraw:
     worker: PeerId
     turn: TurnId
     reason: str
+    is_overdue: bool = False
+    """The worker took longer than anybody may."""
 
 
 @dataclass(frozen=True, slots=True)

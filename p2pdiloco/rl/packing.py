@@ -31,13 +31,12 @@ class Selection:
 
     chosen: list[Weighted] = field(default_factory=list)
     num_too_old: int = 0
-    num_alike: int = 0
+    alike: list[Episode] = field(default_factory=list)
     """Of groups without differences, of one episode too."""
 
     def totals(self, num_tokens_max: int) -> Totals:
         """`num_tokens_max` are those that one trajectory may generate."""
-        num_tokens = sum(weighted.episode.num_generated for weighted in self.chosen)
-        return Totals(len(self.chosen), num_tokens, num_tokens_max)
+        return totals_of(self.chosen, num_tokens_max)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +62,16 @@ def select(
         selection.num_too_old += len(group) - len(fresh)
         weights = advantages([e.reward for e in fresh], variant) if fresh else []
         if not any(weights):
-            selection.num_alike += len(fresh)
+            selection.alike += fresh
             continue
         selection.chosen += [Weighted(e, w) for e, w in zip(fresh, weights, strict=True)]
     return selection
+
+
+def totals_of(chosen: Sequence[Weighted], num_tokens_max: int) -> Totals:
+    """`num_tokens_max` are those that one trajectory may generate."""
+    num_tokens = sum(weighted.episode.num_generated for weighted in chosen)
+    return Totals(len(chosen), num_tokens, num_tokens_max)
 
 
 def batches(chosen: Sequence[Weighted], num_tokens_max: int) -> Iterator[Batch]:

@@ -1,8 +1,11 @@
 """What the commands say about arguments that cannot be used, and that every one explains itself."""
 
+import asyncio
 import http.server
 import json
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,10 +15,13 @@ import pytest
 
 from p2pdiloco.simulation.goodput_mixed import Mixed
 from p2pdiloco_daemon import goodput_plot
-from p2pdiloco_daemon.cli import directories, simulate
+from p2pdiloco_daemon.cli import demo, directories, simulate
 from p2pdiloco_daemon.cli import main as main_module
 from p2pdiloco_daemon.cli.main import main
+from p2pdiloco_daemon.demo.display import Display
+from p2pdiloco_daemon.demo.supervisor import DemoOptions
 from p2pdiloco_daemon.status.view import (
+    JsonObject,
     Learner,
     LearnerState,
     NodeState,
@@ -143,6 +149,30 @@ def test_demo_leaves_a_directory_of_others_alone(
     (tmp_path / "thesis.tex").write_text("precious")
     words = complaint(capsys, "demo", "--dir", str(tmp_path), "--port", "0")
     assert "is not empty and holds no demo" in words
+
+
+def test_a_demo_that_is_broken_off_leaves_nothing(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken_off(options: DemoOptions, display: Display) -> JsonObject:
+        assert options.spec_file.exists()
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(demo, "data_directory", lambda: home)
+    monkeypatch.setattr(demo, "run_demo", broken_off)
+    assert main(["demo"]) == 130
+    assert not list((home / "demo").iterdir())
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
+def test_output_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "p2pdiloco_daemon.cli.main", "new", str(tmp_path / "run.toml")]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (
+        1,
+        "p2pdiloco: the output was not written: no space left on device\n",
+    )
 
 
 def test_bootstrap_needs_the_owners_key(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from p2pdiloco.errors import StoreError, UserError
-from p2pdiloco.learn.inner_loop import InnerLoop, bf16_is_faster, learning_rate_at
+from p2pdiloco.learn.inner_loop import InnerLoop, bf16_is_faster
+from p2pdiloco.learn.local_model import learning_rate_at
 from p2pdiloco.learn.models import build_model, embedding_names, parameter_shapes
 from p2pdiloco.learn.text import ByteTokenizer, Text, TextStream, split_text
 from p2pdiloco.optim.fragments import Fragment, plan_fragments

@@ -6,6 +6,7 @@ import msgpack
 import numpy as np
 import pytest
 
+from p2pdiloco_daemon import learner_channel
 from p2pdiloco_daemon.learner_channel import (
     MESSAGE_BYTES_MAX,
     ChannelError,
@@ -17,9 +18,11 @@ from p2pdiloco_daemon.learner_channel import (
     SharedTensors,
     Start,
     StepsDone,
+    episodes_in,
     memory_bytes,
     open_memory_file,
     pack,
+    pieces_of_share,
 )
 
 START = Start("{}", "/tmp", "node", "cpu", 1, 100)
@@ -44,6 +47,21 @@ def test_frames_may_arrive_in_any_pieces() -> None:
     stream = pack(message) * 2
     received = [found for byte in stream for found in reader.feed(bytes([byte]))]
     assert received == [message, message]
+
+
+def test_a_share_comes_out_of_its_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learner_channel, "PIECE_BYTES_MAX", 10)
+    pieces = list(pieces_of_share(7, [b"first episode", b"", b"third"]))
+    assert [piece.is_last for piece in pieces] == [False, False, True]
+    assert {piece.step for piece in pieces} == {7}
+    whole = b"".join(piece.piece for piece in pieces)
+    assert episodes_in(whole) == [b"first episode", b"", b"third"]
+
+
+@pytest.mark.parametrize("share", [{}, [1], ["text"], 7])
+def test_anything_else_is_no_share(share: object) -> None:
+    with pytest.raises(ChannelError, match="no list of episodes"):
+        episodes_in(msgpack.packb(share))
 
 
 def test_every_field_is_a_kind_the_channel_checks() -> None:

@@ -2,17 +2,22 @@
 
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import get_args
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from rl_builders import episode
 
 from p2pdiloco.errors import StoreError
-from p2pdiloco.learn.inner_loop import StepResult
+from p2pdiloco.learn.local_model import StepResult
+from p2pdiloco.rl.episodes import pack as pack_episode
+from p2pdiloco.rl.shares import Shares
+from p2pdiloco_daemon import learner_channel
 from p2pdiloco_daemon.learner_channel import (
     Blend,
     Blended,
@@ -24,6 +29,8 @@ from p2pdiloco_daemon.learner_channel import (
     Evaluated,
     Install,
     Installed,
+    Learn,
+    Learned,
     Message,
     MessageReader,
     ReleaseSnapshot,
@@ -42,6 +49,7 @@ from p2pdiloco_daemon.learner_channel import (
     memory_bytes,
     open_memory_file,
     pack,
+    pieces_of_share,
 )
 from p2pdiloco_daemon.learner_control import Control
 from p2pdiloco_daemon.learner_process import LearnerProcess
@@ -56,6 +64,7 @@ class FakeTrainer:
     """Every step adds 1 to every value; `after_step` is the daemon's turn."""
 
     after_step: Callable[[int], None]
+    shares: Shares | None = None
     num_steps: int = 0
     steps: list[int] = field(default_factory=lambda: [0, 0])
     tokens: list[int] = field(default_factory=lambda: [0, 0])
@@ -71,6 +80,8 @@ class FakeTrainer:
             self.steps[p] += 1
             self.tokens[p] += STEP_TOKENS
             self.values[p] += 1
+        if self.shares:
+            self.shares.learnt(self.shares.take(), None)
         self.after_step(self.num_steps)
         return StepResult(loss=2.5, tokens=STEP_TOKENS)
 
@@ -116,14 +127,17 @@ class Clock:
 class Scene:
     """A process with fakes around it, and the daemon's end of its socket."""
 
-    def __init__(self, eval_every_steps: int = 1000, look_s: float = 1.0) -> None:
+    def __init__(
+        self, eval_every_steps: int = 1000, look_s: float = 1.0, shares: Shares | None = None
+    ) -> None:
         self.daemon, child = socket.socketpair()
         self.daemon.settimeout(5)
         fd = open_memory_file(memory_bytes(SIZES))
         self.memory = SharedTensors(fd, SIZES)
-        self.trainer = FakeTrainer(self._speak)
+        self.trainer = FakeTrainer(self._speak, shares)
         self.clock = Clock()
         self._child = child
+        self._reader: MessageReader[Message] = MessageReader(get_args(Message))
         self._script: Mapping[int, Sequence[Command]] = {}
         self._process = LearnerProcess(
             Control(child, Clock(look_s)),
@@ -133,6 +147,7 @@ class Scene:
             Path("inner"),
             eval_every_steps,
             self.clock,
+            shares=shares,
         )
 
     def run(self, script: Mapping[int, Sequence[Command]]) -> list[Message]:
@@ -140,11 +155,28 @@ class Scene:
         self._script = script
         self._speak(0)
         self._process.run()
+        return self._all_heard()
+
+    def run_until(
+        self, kind: type[Message], script: Mapping[int, Sequence[Command]]
+    ) -> list[Message]:
+        """The same for a process that comes to wait: says Stop once it has heard such a message."""
+        self._script = script
+        self._speak(0)
+        heard: list[Message] = []
+        with ThreadPoolExecutor(1) as other:
+            running = other.submit(self._process.run)
+            while not any(isinstance(message, kind) for message in heard):
+                heard += self._reader.feed(self.daemon.recv(1 << 16))
+            self.daemon.sendall(pack(Stop()))
+            running.result()
+        return heard + self._all_heard()
+
+    def _all_heard(self) -> list[Message]:
         self._child.close()
-        reader: MessageReader[Message] = MessageReader(get_args(Message))
-        heard = []
+        heard: list[Message] = []
         while data := self.daemon.recv(1 << 16):
-            heard += reader.feed(data)
+            heard += self._reader.feed(data)
         return heard
 
     def _speak(self, step: int) -> None:
@@ -375,3 +407,73 @@ def test_a_daemon_that_does_not_read_costs_no_step_and_loses_no_count(scene: Sce
     done = [message for message in heard if isinstance(message, StepsDone)]
     assert sum(message.steps for message in done) == 5010
     assert len(done) < 4000
+
+
+# ---------------------------------------------------------------- an rl run
+
+
+@pytest.fixture
+def rl_scene() -> Iterator[Scene]:
+    """Two steps are a period."""
+    scene = Scene(shares=Shares(2, 4, 1, "dapo"))
+    yield scene
+    scene.close()
+
+
+def share(step: int, first: int = 0) -> list[Learn]:
+    episodes = (replace(episode(trajectory=first + i, version=step), step=step) for i in range(4))
+    return list(pieces_of_share(step, [pack_episode(each) for each in episodes]))
+
+
+def num_steps_in(messages: Sequence[Message]) -> int:
+    return sum(message.steps for message in messages if isinstance(message, StepsDone))
+
+
+def test_without_a_share_it_waits_and_takes_commands(rl_scene: Scene) -> None:
+    heard = rl_scene.run_until(Sampled, {0: [*BOTH, Sample(1, "And", 2, 1.0, 0)]})
+    assert heard[-1] == Sampled(1, "And and 2 more")
+    assert rl_scene.trainer.num_steps == 0
+
+
+def test_a_share_is_learnt_from_and_told_of_before_it_waits_again(rl_scene: Scene) -> None:
+    heard = rl_scene.run_until(Learned, {0: [*BOTH, *share(0)]})
+    assert num_steps_in(heard) == 2
+    [learned] = [message for message in heard if isinstance(message, Learned)]
+    assert (learned.step, learned.num_episodes, learned.num_dropped) == (0, 4, 0)
+    assert learned.reward == 1.0
+
+
+def test_a_snapshot_that_waits_for_a_step_is_taken_before_it_waits_for_a_share(
+    rl_scene: Scene,
+) -> None:
+    asked = TakeSnapshot(request_id=9, fragment=0, base_version=0, serial=1)
+    heard = rl_scene.run_until(SnapshotTaken, {0: [*BOTH, *share(0)], 2: [asked]})
+    assert SnapshotTaken(9, 0, 0, 1, steps=2, tokens=2 * STEP_TOKENS) in heard
+
+
+def test_what_is_too_old_once_a_version_arrives_is_told_of(rl_scene: Scene) -> None:
+    heard = rl_scene.run({0: [*BOTH, *share(0)], 1: [Install(0, 2, 2), Install(1, 2, 2), Stop()]})
+    [learned] = [message for message in heard if isinstance(message, Learned)]
+    assert (learned.step, learned.num_dropped) == (0, 2)
+    assert num_steps_in(heard) == 1
+
+
+def test_a_share_may_come_in_many_pieces(rl_scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learner_channel, "PIECE_BYTES_MAX", 100)
+    pieces = share(0)
+    assert len(pieces) > 3
+    heard = rl_scene.run({0: [*BOTH, *pieces], 2: [Stop()]})
+    assert num_steps_in(heard) == 2
+
+
+def test_a_share_in_a_run_that_learns_from_text_breaks_the_channel(scene: Scene) -> None:
+    with pytest.raises(ChannelError, match="learns from text"):
+        scene.run({0: [*BOTH, *share(0)]})
+
+
+def test_nothing_is_evaluated_where_nothing_is_held_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeJudge, "held_out_loss", lambda self: None)
+    scene = Scene(eval_every_steps=1)
+    heard = scene.run({0: BOTH, 3: [Evaluate()], 5: [Stop()]})
+    scene.close()
+    assert not [message for message in heard if isinstance(message, Evaluated)]

@@ -71,6 +71,14 @@ def test_suspicion_adapts_to_the_interval_of_the_news() -> None:
     assert not members.is_alive(B, last + 6)
 
 
+def test_that_a_member_was_away_makes_its_next_death_no_slower_to_notice() -> None:
+    members = view(B)
+    returned = listen(members, B, HEARTBEAT_S, 20) + 18
+    members.heard(B, make_heartbeat(1, incarnation=2), returned)
+    members.heard(B, make_heartbeat(2, incarnation=2), returned + HEARTBEAT_S)
+    assert not members.is_alive(B, returned + HEARTBEAT_S + SUSPECT_MIN_S + 0.1)
+
+
 def test_patience_has_a_bound() -> None:
     members = view(B)
     last = listen(members, B, 100.0, 10)

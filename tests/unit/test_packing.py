@@ -59,7 +59,7 @@ def test_a_group_without_differences_is_left_out_and_counted() -> None:
     selection = select(
         [[episode(1.0)] * 3, [episode(0.3)], [], [episode(1.0), episode(0.0)]], 0, 0, "dapo"
     )
-    assert selection.num_alike == 4
+    assert len(selection.alike) == 4
     assert len(selection.chosen) == 2
     totals = selection.totals(LIMITS.answer_tokens_max)
     assert (totals.num_trajectories, totals.num_tokens, totals.num_tokens_max) == (2, 6, 6)

@@ -30,6 +30,7 @@ from p2pdiloco.protocol.turns import (
     Place,
     TimePassed,
     TurnFailed,
+    TurnRevoked,
     Withdraw,
     WorkerLost,
 )
@@ -181,7 +182,8 @@ def test_a_turn_that_takes_too_long_is_withdrawn_and_placed_again() -> None:
     assert deadline is not None
     assert placement.handle(TimePassed(), deadline - 0.1) == []
     withdraw, place = placement.handle(TimePassed(), deadline)
-    assert withdraw == Withdraw(ALICE, turn(0), f"generating for {deadline:.0f} s")
+    reason = f"generating for {deadline:.0f} s"
+    assert withdraw == Withdraw(ALICE, turn(0), reason, is_overdue=True)
     assert place == Place(ALICE, turn(0))
 
 
@@ -190,7 +192,7 @@ def test_an_environment_that_hangs_costs_one_turn() -> None:
     after(placement, finished(ALICE, 0), now=1.0)
     assert placement.deadline == 10.0
     assert placement.handle(TimePassed(), 10.0) == [
-        Withdraw(ALICE, turn(0), "acting for 9 s"),
+        Withdraw(ALICE, turn(0), "acting for 9 s", is_overdue=True),
         Place(ALICE, turn(0)),
     ]
 
@@ -296,3 +298,26 @@ def test_an_overdue_turn_goes_before_one_that_is_cached_better() -> None:
         after(placement, ready(1, 3), now=9.0)
         placed = places(after(placement, finished(ALICE, 2), ended(2, 0), now=9.0))
         assert placed == {chosen: ALICE}
+
+
+def test_a_revoked_turn_is_generated_again_though_the_trajectory_had_ended() -> None:
+    placement, _ = dispatcher()
+    after(placement, finished(ALICE, 0, 0), ready(0, 1))
+    after(placement, finished(ALICE, 0, 1), ended(0, 1))
+    assert placement.is_done
+    assert after(placement, TurnRevoked(turn(0, 1), 130)) == [Place(ALICE, turn(0, 1))]
+    assert not placement.is_done
+
+
+def test_a_turn_built_on_a_revoked_one_is_withdrawn() -> None:
+    placement, _ = dispatcher()
+    after(placement, finished(ALICE, 0, 0), ready(0, 1))
+    withdrawn, placed = after(placement, TurnRevoked(turn(0, 0), PROMPT))
+    assert isinstance(withdrawn, Withdraw)
+    assert withdrawn.turn == turn(0, 1)
+    assert placed == Place(ALICE, turn(0, 0))
+
+
+def test_what_was_never_taken_in_cannot_be_revoked() -> None:
+    placement, _ = dispatcher()
+    assert after(placement, TurnRevoked(turn(0, 1), 130), TurnRevoked(turn(5), PROMPT)) == []

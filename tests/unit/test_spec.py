@@ -175,6 +175,13 @@ def test_lists_become_tuples() -> None:
             ),
         ),
         (
+            'name = "a"\n[data]\nsequence_length = 131072\n[sync]\nnum_fragments = 1\n[rl]',
+            (
+                "run.toml: rl needs data.sequence_length, of a whole trajectory, to be at most "
+                "65536, got 131072"
+            ),
+        ),
+        (
             'name = "a"\n[rl]\nnum_groups = 1024',
             (
                 "run.toml: rl: a step has at most 4096 trajectories, got num_groups 1024 * "

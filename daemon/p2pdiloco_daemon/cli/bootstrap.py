@@ -67,6 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     require_free(arguments.listen, arguments.port, "--port")
     directory: Path = arguments.dir or bootstrap_directory(draft.name)
     with lock_directory(directory):
+        print("making the first weights, or finding them ...", file=sys.stderr, flush=True)
         signed = prepare_run(draft, owner, directory)
         asyncio.run(_serve(arguments, owner, signed, directory))
     return 0

@@ -92,7 +92,12 @@ def run(arguments: argparse.Namespace) -> int:
         minutes=arguments.minutes,
     )
     display = Display()
-    outcome = asyncio.run(run_demo(options, display))
+    try:
+        outcome = asyncio.run(run_demo(options, display))
+    except (KeyboardInterrupt, asyncio.CancelledError):  # broken off: nothing is to be looked into
+        if places.temporary:
+            shutil.rmtree(places.work)
+        raise
     well = all_is_well(outcome)
     if places.temporary and well:
         shutil.rmtree(places.work)

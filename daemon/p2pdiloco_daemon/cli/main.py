@@ -2,6 +2,8 @@
 
 import argparse
 import asyncio
+import errno
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -15,7 +17,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _require_a_place()
         arguments = build_parser().parse_args(argv)
-        return int(arguments.run(arguments))
+        code = int(arguments.run(arguments))
+        sys.stdout.flush()
+        return code
     except UserError as error:
         print(f"p2pdiloco: {error}", file=sys.stderr)
         return 2
@@ -24,6 +28,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except (KeyboardInterrupt, asyncio.CancelledError):
         return 130
+    except OSError as error:
+        if error.filename or error.errno not in (errno.ENOSPC, errno.EPIPE):
+            raise
+        return _output_lost(error)
+
+
+def _output_lost(error: OSError) -> int:
+    """Where stdout goes there is no more room, or nobody who reads."""
+    # whatever Python still holds of the output would make it complain at its end
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if error.errno == errno.ENOSPC:
+        print("p2pdiloco: the output was not written: no space left on device", file=sys.stderr)
+    return 1
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -68,7 +68,7 @@ class StopRequests:
 
 
 async def run_demo(options: DemoOptions, display: Display) -> JsonObject:
-    """The demo's JSON object; UserError if no node came up."""
+    """The demo's JSON object; UserError if no node came up, CancelledError if none had time to."""
     display.say("starting the bootstrap peer and making the first weights ...")
     task = asyncio.current_task()
     assert task
@@ -76,6 +76,8 @@ async def run_demo(options: DemoOptions, display: Display) -> JsonObject:
     with requests.listening():
         outcomes = await _train(options, display, requests)
         if not outcomes:
+            if requests.stop.is_set():
+                raise asyncio.CancelledError
             raise UserError(f"no node came up; {_last_words(options.directory)}")
         display.say("evaluating on the whole held-out text ...")
         requests.hurry.set()  # nothing to hurry from here on: the next one drops the evaluation
