@@ -286,7 +286,10 @@ class LearnerProcess:
                 )
             elif self._trainer.steps[p] and p not in self._unreleased:
                 del self._wanted[p]
-                self._hand_out(wanted)
+                if self._trainer.tokens[p]:
+                    self._hand_out(wanted)
+                else:
+                    self._refuse(wanted, "the learner had nothing to learn from")
 
     def _hand_out(self, wanted: TakeSnapshot) -> None:
         p = wanted.fragment

@@ -76,14 +76,17 @@ class FakeTrainer:
 
     def step(self) -> StepResult:
         self.num_steps += 1
+        tokens = STEP_TOKENS
+        if self.shares:
+            part = self.shares.take()
+            self.shares.learnt(part, None)
+            tokens = part.num_tokens
         for p in range(len(SIZES)):
             self.steps[p] += 1
-            self.tokens[p] += STEP_TOKENS
+            self.tokens[p] += tokens
             self.values[p] += 1
-        if self.shares:
-            self.shares.learnt(self.shares.take(), None)
         self.after_step(self.num_steps)
-        return StepResult(loss=2.5, tokens=STEP_TOKENS)
+        return StepResult(loss=2.5, tokens=tokens)
 
     def read_fragment(self, p: int, out: npt.NDArray[np.float32]) -> None:
         out[:] = self.values[p]
@@ -448,7 +451,15 @@ def test_a_snapshot_that_waits_for_a_step_is_taken_before_it_waits_for_a_share(
 ) -> None:
     asked = TakeSnapshot(request_id=9, fragment=0, base_version=0, serial=1)
     heard = rl_scene.run_until(SnapshotTaken, {0: [*BOTH, *share(0)], 2: [asked]})
-    assert SnapshotTaken(9, 0, 0, 1, steps=2, tokens=2 * STEP_TOKENS) in heard
+    assert SnapshotTaken(9, 0, 0, 1, steps=2, tokens=12) in heard
+
+
+def test_who_had_nothing_to_learn_from_has_nothing_to_hand_out(rl_scene: Scene) -> None:
+    asked = TakeSnapshot(request_id=9, fragment=0, base_version=0, serial=1)
+    script = {0: [*BOTH, *pieces_of_share(0, [])], 2: [asked]}
+    heard = rl_scene.run_until(SnapshotRefused, script)
+    assert SnapshotRefused(9, 0, "the learner had nothing to learn from") in heard
+    assert num_steps_in(heard) == 2
 
 
 def test_what_is_too_old_once_a_version_arrives_is_told_of(rl_scene: Scene) -> None:
