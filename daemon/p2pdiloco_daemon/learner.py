@@ -30,6 +30,7 @@ from p2pdiloco_daemon.learner_channel import (
     EndRound,
     Evaluate,
     Evaluated,
+    Idle,
     Install,
     Installed,
     Learned,
@@ -57,6 +58,7 @@ __all__ = [
     "CheckpointFailed",
     "Died",
     "Evaluated",
+    "Idle",
     "Installed",
     "Learned",
     "Learner",
@@ -123,6 +125,7 @@ LearnerEvent = (
     | Snapshot
     | SnapshotRefused
     | Evaluated
+    | Idle
     | Learned
     | Sampled
     | SampleFailed

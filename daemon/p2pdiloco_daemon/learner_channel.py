@@ -262,6 +262,11 @@ class Evaluated:
 
 
 @dataclass(frozen=True, slots=True)
+class Idle:
+    """In an rl run: nothing to learn from is left; told once, until the next step."""
+
+
+@dataclass(frozen=True, slots=True)
 class Learned:
     """What became of a share; see `p2pdiloco.rl.shares.Lesson`."""
 
@@ -302,6 +307,7 @@ Message = (
     | SnapshotTaken
     | SnapshotRefused
     | Evaluated
+    | Idle
     | Learned
     | Sampled
     | SampleFailed

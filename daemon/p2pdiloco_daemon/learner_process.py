@@ -48,6 +48,7 @@ from p2pdiloco_daemon.learner_channel import (
     EndRound,
     Evaluate,
     Evaluated,
+    Idle,
     Install,
     Installed,
     Learn,
@@ -145,6 +146,7 @@ class LearnerProcess:
         self._shares = shares
         """What the trainer learns from, in an rl run."""
         self._share_pieces = bytearray()
+        self._is_idle = False
         num_fragments = len(memory.incoming)
         self._versions: list[int | None] = [None] * num_fragments
         self._serials = [0] * num_fragments
@@ -169,6 +171,7 @@ class LearnerProcess:
             stepped = False
             while not self._stopping:
                 if not stepped:
+                    self._tell_idle()
                     self._control.wait()
                 with self._stalls.running():
                     self._pass_boundary()
@@ -186,8 +189,15 @@ class LearnerProcess:
         return None not in self._versions
 
     def _may_step(self) -> bool:
-        free = not (self._paused or self._held or self._stopping)
-        return self._complete() and free and (self._shares is None or self._shares.has_part)
+        return self._is_free() and (self._shares is None or self._shares.has_part)
+
+    def _is_free(self) -> bool:
+        return self._complete() and not (self._paused or self._held or self._stopping)
+
+    def _tell_idle(self) -> None:
+        if not self._is_idle and self._is_free() and not self._may_step():
+            self._is_idle = True
+            self._control.post(Idle())
 
     def _pass_boundary(self) -> None:
         for command in self._control.commands():
@@ -361,6 +371,7 @@ class LearnerProcess:
             )
 
     def _step(self) -> None:
+        self._is_idle = False
         with self._steps.running():
             result = self._trainer.step()
         step_s, step_queued_s = self._steps.take()

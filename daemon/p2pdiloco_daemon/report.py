@@ -17,6 +17,7 @@ from p2pdiloco_bootstrap.serving import Traffic
 from p2pdiloco_daemon import learner as learners
 from p2pdiloco_daemon.holdings import Holdings
 from p2pdiloco_daemon.lag import LagMonitor
+from p2pdiloco_daemon.lesson_report import LessonReport
 from p2pdiloco_daemon.node import NodeShell
 from p2pdiloco_daemon.rollout_report import RolloutReport
 from p2pdiloco_daemon.status import view
@@ -52,6 +53,7 @@ class LearnerReport:
     """When its process last took a step; None before the first."""
     losses: Curve = field(default_factory=Curve)
     held_out: Curve = field(default_factory=Curve)
+    lessons: LessonReport = field(default_factory=LessonReport)
 
     def take(self, event: learners.LearnerEvent, now: float) -> None:
         match event:
@@ -71,6 +73,10 @@ class LearnerReport:
                 self.held_out_loss = event.loss
                 self.evaluation_s += event.seconds
                 self.held_out.add(event.step, event.loss)
+            case learners.Idle():
+                self.state = view.LearnerState.IDLE
+            case learners.Learned():
+                self.lessons.take(event)
             case learners.Died():
                 self.state, self.last_error = view.LearnerState.RESTARTING, event.reason
                 self.restarts += 1
@@ -145,7 +151,9 @@ class Reporter:
             learner=self._learner(),
             loss_curve=self.learner.losses.points(),
             held_out_curve=self.learner.held_out.points(),
+            reward_curve=self.learner.lessons.rewards.points(),
             tokens=self._tokens(),
+            learning=self.learner.lessons.status() if self.spec.rl else None,
             rollouts=self.rollouts.status(self.now()) if self.rollouts else None,
             merges_total=state.merges,
             first_merge_s=self._first_merge_s(),
@@ -245,16 +253,18 @@ class Reporter:
                 f"until more are back, learners' values are mixed by gossip."
             )
         post = state.post(state.registers[0])[0]
-        role = "and is the synchronizer" if post == state.me else "and contributes its progress"
-        return f"Training with {swarm}; this node learns {role}."
+        role = "is the synchronizer" if post == state.me else "contributes its progress"
+        if self.learner.state is view.LearnerState.IDLE:
+            return f"Training with {swarm}; this node waits for rollouts and {role}."
+        return f"Training with {swarm}; this node learns and {role}."
 
     def _why_idle(self) -> str | None:
         """What keeps the learner from training, in words; None while it trains."""
         if self.learner.state is view.LearnerState.RESTARTING:
             return "the learner process ended and is started again"
-        if (
-            not self.node.state.learner_alive
-            or self.learner.state is not view.LearnerState.TRAINING
+        if not self.node.state.learner_alive or self.learner.state not in (
+            view.LearnerState.TRAINING,
+            view.LearnerState.IDLE,
         ):
             return "waiting for the learner to start"
         if self._stands_still():

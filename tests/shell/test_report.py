@@ -80,6 +80,21 @@ def test_a_node_that_trains_says_with_whom(tmp_path: Path) -> None:
     play_swarm(tmp_path, scenario)
 
 
+def test_a_learner_without_rollouts_says_that_it_waits_for_them(tmp_path: Path) -> None:
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start(A, B)
+        await swarm.train(60)
+        reporter = report_of(swarm.nodes[A])
+        reporter.learner.take(learners.Idle(), 0.0)
+        status = reporter.status()
+        assert "; this node waits for rollouts and " in status.sentence
+        assert status.learner.state is view.LearnerState.IDLE
+        reporter.learner.take(learners.StepsDone(1, 1, 8, 0.1, 0.0, 0.0), reporter.now())
+        assert "; this node learns and " in reporter.status().sentence
+
+    play_swarm(tmp_path, scenario)
+
+
 def test_a_node_that_gossips_says_so_and_how_far_apart_it_is(tmp_path: Path) -> None:
     async def scenario(swarm: Swarm) -> None:
         swarm.start(A, B)

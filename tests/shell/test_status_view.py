@@ -24,6 +24,8 @@ fragments[].digest fragments[].head_version fragments[].index fragments[].local_
 fragments[].damaged_times fragments[].mended_s_ago fragments[].merged_tokens
 fragments[].num_values fragments[].record_digest fragments[].state fragments[].version
 held_out_curve[]
+learning.drift learning.dropped learning.episodes learning.learnt_from learning.reward
+learning.step
 learner.compute_queued_s learner.compute_s
 learner.device learner.evaluation_s learner.held_out_loss learner.last_error learner.loss
 learner.num_parameters
@@ -42,7 +44,7 @@ pacing.fragments[].steps pacing.policy pacing.pressure.link pacing.quiet.bound_s
 pacing.quiet.coverage pacing.quiet.late pacing.relearned pacing.sentence
 pacing.syncing.bound_s pacing.syncing.coverage pacing.syncing.late pacing.target_s
 peer_id protocol_version
-refusals.old_term
+refusals.old_term reward_curve[]
 rollouts.draft_acceptance rollouts.last_error rollouts.policy_version rollouts.refused
 rollouts.restarts rollouts.running rollouts.served rollouts.state rollouts.tokens
 rollouts.tokens_per_s rollouts.waiting
@@ -90,6 +92,10 @@ def status(name: str = "birch") -> view.Status:
         ),
         loss_curve=[(1, 5.5), (120, 2.5)],
         held_out_curve=[(0, 5.5), (120, 2.6)],
+        reward_curve=[(0, 0.01), (1, 0.02)],
+        learning=view.Learning(
+            step=7, reward=0.25, drift=0.001, episodes=64, learnt_from=48, dropped=8
+        ),
         rollouts=view.Rollouts(
             state=view.RolloutState.SERVING,
             served=12,

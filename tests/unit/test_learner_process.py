@@ -27,6 +27,7 @@ from p2pdiloco_daemon.learner_channel import (
     EndRound,
     Evaluate,
     Evaluated,
+    Idle,
     Install,
     Installed,
     Learn,
@@ -434,7 +435,7 @@ def num_steps_in(messages: Sequence[Message]) -> int:
 
 def test_without_a_share_it_waits_and_takes_commands(rl_scene: Scene) -> None:
     heard = rl_scene.run_until(Sampled, {0: [*BOTH, Sample(1, "And", 2, 1.0, 0)]})
-    assert heard[-1] == Sampled(1, "And and 2 more")
+    assert heard[2:] == [Sampled(1, "And and 2 more"), Idle()]
     assert rl_scene.trainer.num_steps == 0
 
 
@@ -444,6 +445,7 @@ def test_a_share_is_learnt_from_and_told_of_before_it_waits_again(rl_scene: Scen
     [learned] = [message for message in heard if isinstance(message, Learned)]
     assert (learned.step, learned.num_episodes, learned.num_dropped) == (0, 4, 0)
     assert learned.reward == 1.0
+    assert [type(message) for message in without_steps(heard)[-2:]] == [Learned, Idle]
 
 
 def test_a_snapshot_that_waits_for_a_step_is_taken_before_it_waits_for_a_share(
@@ -456,8 +458,9 @@ def test_a_snapshot_that_waits_for_a_step_is_taken_before_it_waits_for_a_share(
 
 def test_who_had_nothing_to_learn_from_has_nothing_to_hand_out(rl_scene: Scene) -> None:
     asked = TakeSnapshot(request_id=9, fragment=0, base_version=0, serial=1)
-    script = {0: [*BOTH, *pieces_of_share(0, [])], 2: [asked]}
-    heard = rl_scene.run_until(SnapshotRefused, script)
+    heard = rl_scene.run_until(
+        SnapshotRefused, {0: [*BOTH, *pieces_of_share(0, [])], 2: [asked]}
+    )
     assert SnapshotRefused(9, 0, "the learner had nothing to learn from") in heard
     assert num_steps_in(heard) == 2
 

@@ -82,7 +82,7 @@ def summary(status: JsonObject) -> list[str]:
         f"state         {status['state']}, learner {learner['state']}",
         f"device        {learner['device'] or 'not known yet'}",
         f"step          {learner['step']}, {_rate(learner['tokens_per_s'])}",
-        f"loss          {_number(learner['loss'])}, held out {_number(learner['held_out_loss'])}",
+        _progress(status),
         f"merges        {status['merges_total']}, {_newest_round(status)}",
         f"others        {len(others)} alive",
         _leads(status),
@@ -105,6 +105,15 @@ def in_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
+
+
+def _progress(status: JsonObject) -> str:
+    learner, learning = status["learner"], status["learning"]
+    if learning is None:
+        held_out = _number(learner["held_out_loss"])
+        return f"loss          {_number(learner['loss'])}, held out {held_out}"
+    step = "no step yet" if learning["step"] is None else f"of step {learning['step']}"
+    return f"reward        {_number(learning['reward'])}, {step}"
 
 
 def _newest_round(status: JsonObject) -> str:

@@ -36,6 +36,7 @@ def _families(status: Status) -> Iterator[_Family]:
     yield from _node(status)
     yield from _learner(status)
     yield from _tokens(status)
+    yield from _learning(status)
     yield from _rollouts(status)
     yield from _swarm(status)
     yield from _machine(status)
@@ -98,6 +99,17 @@ def _tokens(status: Status) -> Iterator[_Family]:
     )
     yield _by_label("tokens_lost_total", "Token-fragments lost, by reason.", "reason", tokens.lost)
     yield _gauge("tokens_add_up", "1 if the ledger adds up exactly, else 0.", tokens.adds_up)
+
+
+def _learning(status: Status) -> Iterator[_Family]:
+    learning = status.learning
+    if learning is None:
+        return
+    yield _gauge("reward", "Mean reward of the last share learnt from.", learning.reward)
+    yield _gauge("policy_drift", "Divergence from the policy rolled out, nats.", learning.drift)
+    yield _counter("episodes_total", "Episodes in all shares.", learning.episodes)
+    yield _counter("episodes_learnt_total", "Those with an advantage.", learning.learnt_from)
+    yield _counter("episodes_dropped_total", "Those that were too old.", learning.dropped)
 
 
 def _rollouts(status: Status) -> Iterator[_Family]:

@@ -50,6 +50,8 @@ class LearnerState(StrEnum):
     WAITING = "waiting"
     """Running, and not stepping until every fragment was installed once."""
     TRAINING = "training"
+    IDLE = "idle"
+    """Has learnt from all that was rolled out for it, and waits for more."""
     PAUSED = "paused"
     RESTARTING = "restarting"
     STOPPED = "stopped"
@@ -119,6 +121,25 @@ class Learner:
     is missing from the time that passed, it waited."""
     restarts: int = 0
     last_error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learning:
+    """What this node's learner makes of rollouts; None in the status of a run that reads text."""
+
+    step: int | None = None
+    """Of the last share that it was done with."""
+    reward: float | None = None
+    """Mean of that share's episodes, 0 to 1."""
+    drift: float | None = None
+    """How far the policy that learnt was from the one that was rolled out: an estimate of the
+    divergence, nats per token."""
+    episodes: int = 0
+    """In all shares so far."""
+    learnt_from: int = 0
+    """Of these, those with an advantage; groups whose rewards are all alike have none."""
+    dropped: int = 0
+    """Of these, those that were too old when their turn came."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -377,7 +398,10 @@ class Status:
     """(inner step, training loss in nats per token)."""
     held_out_curve: Sequence[CurvePoint] = ()
     """(inner step, held-out loss in nats per byte)."""
+    reward_curve: Sequence[CurvePoint] = ()
+    """(step of the swarm, mean reward of this node's share of it)."""
     tokens: TokenLedger = field(default_factory=TokenLedger)
+    learning: Learning | None = None
     rollouts: Rollouts | None = None
     merges_total: int = 0
     """Merges applied by this process."""
@@ -410,6 +434,7 @@ class Status:
             self,
             loss_curve=self.loss_curve[-CURVE_POINTS_MAX:],
             held_out_curve=self.held_out_curve[-CURVE_POINTS_MAX:],
+            reward_curve=self.reward_curve[-CURVE_POINTS_MAX:],
             rounds=self.rounds[:ROUNDS_MAX],
             members=self.members[:MEMBERS_MAX],
             events=self.events[:EVENTS_MAX],

@@ -163,7 +163,7 @@ function drawFigures(status) {
   const { learner, synchronizer } = status;
   const lead = synchronizer && (synchronizer.is_self ? "this node" : namer(status.members)(synchronizer.peer));
   const figures = [
-    ["Held-out loss", decimals(learner.held_out_loss, 3), "nats per byte"],
+    learntFigure(status),
     ["Tokens per second", count(learner.tokens_per_s), learner.step_s === null ? "" : `${span(learner.step_s)} per step`],
     ["Merges", count(status.merges_total), status.first_merge_s === null ? "none yet" : `first after ${span(status.first_merge_s)}`],
     ["Learners here", count(learnersHere(status)), lead ? `synchronizer: ${lead}` : "no synchronizer"],
@@ -172,6 +172,14 @@ function drawFigures(status) {
   ];
   fill(byId("figures"), figures.map(([term, value, note]) => (
     el("div", "", el("dt", "", term), el("dd", "", value), el("dd", "note", note)))));
+}
+
+/** The figure that says how well the model has learnt so far. */
+function learntFigure({ learner, learning }) {
+  if (!learning) return ["Held-out loss", decimals(learner.held_out_loss, 3), "nats per byte"];
+  const note = learning.step === null
+    ? "no rollouts yet" : `step ${whole.format(learning.step)}, drift ${decimals(learning.drift, 4)}`;
+  return ["Reward", decimals(learning.reward, 3), note];
 }
 
 /** How far the nodes that mix are apart; nothing in a run with synchronizers. */
@@ -393,8 +401,26 @@ function drawFrame(status) {
 
 const MARGIN = { left: 46, right: 14, top: 10, bottom: 40 };
 
-/** The loss chart: two curves over inner steps; hover, touch or arrow keys read a point. */
+const LOSS_CHART = {
+  title: "Loss",
+  why: "Lower is better: how surprised the model is by the next piece of text.",
+  training: "training",
+  heldOut: "held out",
+  unit: "nats",
+  over: "inner steps of this node",
+};
+const REWARD_CHART = {
+  title: "Reward",
+  why: "Higher is better: how well the tasks are done that this node learns from, 1 at best.",
+  training: "reward",
+  heldOut: null,
+  unit: "reward",
+  over: "steps of the swarm",
+};
+
+/** Curves over steps; hover, touch or arrow keys read a point. */
 const chart = {
+  words: LOSS_CHART,
   training: [],
   heldOut: [],
   cursor: null,
@@ -412,7 +438,10 @@ const chart = {
 
   show(status) {
     const known = (points) => points.filter(([, value]) => value !== null);
-    this.training = known(status.loss_curve);
+    this.words = status.learning ? REWARD_CHART : LOSS_CHART;
+    setText("chart-title", this.words.title);
+    setText("chart-why", this.words.why);
+    this.training = known(status.learning ? status.reward_curve : status.loss_curve);
     this.heldOut = known(status.held_out_curve);
     this.draw();
   },
@@ -456,7 +485,7 @@ const chart = {
     }
     this.scale = scaleFor(all, width, height);
     fill(this.svg, [
-      ...axes(this.scale, width, height),
+      ...axes(this.scale, width, height, this.words),
       curve(this.training, this.scale, "training"),
       curve(this.heldOut, this.scale, "held-out"),
       ...(this.heldOut.length <= 40 ? this.heldOut : this.heldOut.slice(-1)).map(
@@ -474,13 +503,14 @@ const chart = {
     const held = at(this.heldOut, this.cursor);
     const training = at(this.training, this.cursor);
     const text = (name, point) => `${name} ${point ? point[1].toFixed(3) : NONE}`;
+    const named = [["held-out", this.words.heldOut, held], ["training", this.words.training, training]]
+      .filter(([, name]) => name);
     fill(this.legend, [
-      el("span", "held-out", el("i", ""), text("held out", held)),
-      el("span", "training", el("i", ""), text("training", training)),
+      ...named.map(([className, name, point]) => el("span", className, el("i", ""), text(name, point))),
       el("span", "at", this.cursor === null ? "latest" : `at step ${whole.format(this.cursor)}`),
     ]);
     this.svg.setAttribute("aria-label",
-      `Loss over inner steps. ${text("Held out", held)}, ${text("training", training)}`
+      `${this.words.title} over ${this.words.over}. ${named.map(([, name, p]) => text(name, p)).join(", ")}`
       + `${this.cursor === null ? "" : ` at step ${this.cursor}`}.`);
   },
 
@@ -544,11 +574,11 @@ function ticks(low, high, wanted) {
   return Array.from({ length: to - from + 1 }, (_, i) => Number(((from + i) * step).toPrecision(10)));
 }
 
-function axes(scale, width, height) {
+function axes(scale, width, height, words) {
   const right = width - MARGIN.right;
   const bottom = height - MARGIN.bottom;
   const middle = (MARGIN.top + bottom) / 2;
-  const upright = label(12, middle, "middle", "nats");
+  const upright = label(12, middle, "middle", words.unit);
   upright.setAttribute("transform", `rotate(-90 12 ${middle})`);
   return [
     ...[...scale.yTicks.map(scale.y), bottom].map((y) => withAttributes(svg("line"), {
@@ -557,7 +587,7 @@ function axes(scale, width, height) {
     ...scale.yTicks.map((tick) => label(MARGIN.left - 8, scale.y(tick) + 4, "end", String(tick))),
     ...scale.xTicks.map((tick) => label(scale.x(tick), bottom + 17, "middle", count(tick))),
     upright,
-    label((MARGIN.left + right) / 2, height - 4, "middle", "inner steps of this node"),
+    label((MARGIN.left + right) / 2, height - 4, "middle", words.over),
   ];
 }
 
