@@ -458,9 +458,7 @@ def test_a_snapshot_that_waits_for_a_step_is_taken_before_it_waits_for_a_share(
 
 def test_who_had_nothing_to_learn_from_has_nothing_to_hand_out(rl_scene: Scene) -> None:
     asked = TakeSnapshot(request_id=9, fragment=0, base_version=0, serial=1)
-    heard = rl_scene.run_until(
-        SnapshotRefused, {0: [*BOTH, *pieces_of_share(0, [])], 2: [asked]}
-    )
+    heard = rl_scene.run_until(SnapshotRefused, {0: [*BOTH, *pieces_of_share(0, [])], 2: [asked]})
     assert SnapshotRefused(9, 0, "the learner had nothing to learn from") in heard
     assert num_steps_in(heard) == 2
 
