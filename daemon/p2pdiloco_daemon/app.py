@@ -48,7 +48,13 @@ from p2pdiloco_daemon.node import Expected, NodeShell
 from p2pdiloco_daemon.place import Place, open_place
 from p2pdiloco_daemon.report import LearnerReport, Reporter
 from p2pdiloco_daemon.rollout_report import RolloutReport
-from p2pdiloco_daemon.rollouts import Policy, RolloutEvent, RolloutOptions, running_rollouts
+from p2pdiloco_daemon.rollouts import (
+    Policy,
+    RolloutEvent,
+    RolloutOptions,
+    Rollouts,
+    running_rollouts,
+)
 from p2pdiloco_daemon.shelf import NodeShelf
 from p2pdiloco_daemon.signals import stop_signals
 from p2pdiloco_daemon.status import view
@@ -73,7 +79,7 @@ class NodeOptions:
     device: str
     threads: int
     rollouts: bool = False
-    """Whether to generate, too; see `completions`."""
+    """Whether to answer completions, too; in an rl run a node generates in any case."""
     supervisor_fd: int | None = None
     """See `stop_signals`."""
 
@@ -119,7 +125,7 @@ class Ground:
     settle: SettleRequest
     served: ServedLog
     completions: Completions | None
-    """None if this node does not generate."""
+    """None if this node does not answer any."""
     stop: asyncio.Event
 
 
@@ -254,15 +260,16 @@ async def _take_part(ground: Ground, signed: SignedSpec) -> None:
         on_learner = partial(_on_learner, shell, part.report)
         learner = await stack.enter_async_context(running_learner(options, on_learner, worker))
         shell.learner = learner
-        if ground.completions:
-            await stack.enter_async_context(_serving(ground.completions, ground, part, worker))
+        rollouts = None
+        if ground.options.rollouts or signed.spec.rl:
+            rollouts = await stack.enter_async_context(_generating(ground, part, worker))
         chores = [
             tasks.create_task(work, name=name)
             for name, work in _chores(ground, part, learner, lag).items()
         ]
         await ground.stop.wait()
         ground.board.reporter.stopping = True
-        await _leave(ground, shell, learner, owner)
+        await _leave(shell, learner, rollouts, owner)
         for chore in chores:
             chore.cancel()
         shell.save()
@@ -288,10 +295,11 @@ async def _on_the_network(ground: Ground, part: Part, host: Host) -> None:
 
 
 @asynccontextmanager
-async def _serving(
-    completions: Completions, ground: Ground, part: Part, worker: Executor
-) -> AsyncIterator[None]:
-    """A rollout worker answers completions as long as the block lasts."""
+async def _generating(ground: Ground, part: Part, worker: Executor) -> AsyncIterator[Rollouts]:
+    """A rollout worker, which answers completions too where that is wanted, as long as the block
+    lasts."""
+    if part.signed.spec.rl:
+        part.shell.tell("this run learns from rollouts: this node generates, too")
     now, report = asyncio.get_running_loop().time, RolloutReport()
 
     def on_event(event: RolloutEvent) -> None:
@@ -305,14 +313,17 @@ async def _serving(
         device=ground.options.device,
         threads=ground.options.threads,
     )
-    async with running_rollouts(options, on_event, worker) as serving:
+    async with running_rollouts(options, on_event, worker) as rollouts:
         assert ground.board.reporter
         ground.board.reporter.rollouts = report
-        completions.model, completions.rollouts = part.signed.spec.name, serving
+        if ground.completions:
+            ground.completions.model = part.signed.spec.name
+            ground.completions.rollouts = rollouts
         try:
-            yield
+            yield rollouts
         finally:
-            completions.rollouts = None
+            if ground.completions:
+                ground.completions.rollouts = None
 
 
 def _newest_policy(holdings: Holdings) -> Policy | None:
@@ -361,13 +372,13 @@ def _chores(
 
 
 async def _leave(
-    ground: Ground, shell: NodeShell, learner: Learner, owner: asyncio.Task[None]
+    shell: NodeShell, learner: Learner, rollouts: Rollouts | None, owner: asyncio.Task[None]
 ) -> None:
     logger.info("leaving")
     async with asyncio.TaskGroup() as stops:
         stops.create_task(learner.stop())
-        if ground.completions and ground.completions.rollouts:
-            stops.create_task(ground.completions.rollouts.stop())
+        if rollouts:
+            stops.create_task(rollouts.stop())
     await shell.leave(GOODBYE_S)
     await owner
 

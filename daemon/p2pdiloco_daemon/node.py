@@ -193,8 +193,7 @@ class NodeShell:
             case actions.Send(peer, message):
                 self._send(peer, message)
             case actions.Note(text):
-                self.notes.append((self.node.state.now, text))
-                logger.info("%s", text)
+                self.tell(text)
             case actions.PrepareContribution(round_id, hold):
                 self._ask_for_snapshot(round_id, hold)
             case actions.DropContribution(fragment):
@@ -266,6 +265,11 @@ class NodeShell:
         assert state, f"fragment {fragment} is not held"
         if self.learner:
             self.learner.install(fragment, state.version, state.anchor)
+
+    def tell(self, text: str) -> None:
+        """For log and page."""
+        self.notes.append((asyncio.get_running_loop().time(), text))
+        logger.info("%s", text)
 
     def merged(self) -> None:
         if self.first_merge_at is None:

@@ -50,8 +50,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--rollouts",
         action="store_true",
-        help="generate, too: answer POST /v1/completions on the port of the status page, and of "
-        "the other nodes, with the model as it is trained (takes memory for a second copy)",
+        help="answer POST /v1/completions on the port of the status page, and of the other nodes, "
+        "with the model as it is trained (takes memory for a second copy, as every node of a run "
+        "that learns from rollouts does in any case)",
     )
     parser.add_argument(
         "--listen",
