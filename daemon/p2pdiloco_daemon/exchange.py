@@ -22,7 +22,7 @@ from yarl import URL
 
 from p2pdiloco.errors import PayloadError, PeerError
 from p2pdiloco.learn.predictions import PREDICTIONS_BYTES
-from p2pdiloco_bootstrap.serving import Traffic
+from p2pdiloco_bootstrap.serving import CHUNK_BYTES, Traffic
 from p2pdiloco_bootstrap.shelf import (
     HELD_HEADER,
     MESSAGE_BYTES_MAX,
@@ -43,6 +43,9 @@ CONNECT_TIMEOUT_S = 8.0
 
 MESSAGE_TIMEOUT_S = 8.0
 """In all, connecting included. The protocol repeats what matters."""
+
+HANDED_TIMEOUT_S = 90.0
+"""Until a peer that was handed something has looked through it."""
 
 IDLE_TIMEOUT_S = 10.0
 """Without one byte."""
@@ -165,6 +168,22 @@ class Exchange:
             raise
         uplink.round_trip(peer, now() - started, now())
         self._traffic.up["message"] += len(message)
+
+    async def hand(self, peer: str, path: str, body: bytes) -> None:
+        """Gives the peer a body, piece by piece; returns when it has taken it."""
+        headers = {"Content-Length": str(len(body))}
+        url, timeout = self._url(peer, path), _timeout(len(body), HANDED_TIMEOUT_S)
+        async with (
+            asking(peer),
+            self._session.post(
+                url,
+                data=self._pieces(_kind(path), body),
+                headers=headers,
+                timeout=timeout,
+                allow_redirects=False,
+            ) as response,
+        ):
+            await require_success(peer, response)
 
     async def spec(self, peer: str) -> bytes:
         """The signed run spec, unverified."""
@@ -302,6 +321,12 @@ class Exchange:
             data = bytearray(size)
             await self._receive(peer, response, memoryview(data), _kind(path))
             return data, response.headers
+
+    async def _pieces(self, kind: str, body: bytes) -> AsyncIterator[memoryview]:
+        for start in range(0, len(body), CHUNK_BYTES):
+            piece = memoryview(body)[start : start + CHUNK_BYTES]
+            yield piece
+            self._traffic.up[kind] += len(piece)
 
     async def _receive(
         self,

@@ -13,6 +13,7 @@ from p2pdiloco.protocol.pauses import Pauses
 FAILED_S, FAILED_MAX_S = 1.0, 120.0
 """A worker that restarts needs some seconds."""
 LIED_S, LIED_MAX_S = 600.0, 4 * 3600.0
+"""Also of a worker that holds turns back."""
 REFUSALS_KEPT = 64
 """Reasons that are counted one by one; all others together."""
 WORKERS_MAX = 1024
@@ -42,10 +43,10 @@ class Standing:
     refusals: Counter[str] = field(default_factory=Counter)
     """What was wrong with what workers gave, in words of our own."""
     _failed: Pauses = field(default_factory=lambda: Pauses(FAILED_S, FAILED_MAX_S))
-    _lied: Pauses = field(default_factory=lambda: Pauses(LIED_S, LIED_MAX_S))
+    _left_alone: Pauses = field(default_factory=lambda: Pauses(LIED_S, LIED_MAX_S))
 
     def may_ask(self, worker: PeerId, now: float) -> bool:
-        return self._failed.over(worker, now) and self._lied.over(worker, now)
+        return self._failed.over(worker, now) and self._left_alone.over(worker, now)
 
     def gave(self, worker: PeerId, new_tokens: int, prompt_tokens: int, reused: int) -> None:
         """A turn that is right, as far as it was checked."""
@@ -63,6 +64,14 @@ class Standing:
         record.last_problem = sentence(reason)
         return self._failed.begin(worker, now)
 
+    def dawdled(self, worker: PeerId, reason: str, now: float) -> float:
+        """It took longer than anybody may, which costs as long as a lie; says for how long it is
+        left alone."""
+        record = self._of(worker)
+        record.failures += 1
+        record.last_problem = sentence(reason)
+        return self._left_alone.begin(worker, now)
+
     def lied(self, worker: PeerId, reason: str, now: float) -> float:
         """What it gave is not true; says for how long it is left alone."""
         record = self._of(worker)
@@ -70,7 +79,7 @@ class Standing:
         record.last_problem = sentence(reason)
         is_kept = reason in self.refusals or len(self.refusals) < REFUSALS_KEPT
         self.refusals[reason if is_kept else "other reasons"] += 1
-        return self._lied.begin(worker, now)
+        return self._left_alone.begin(worker, now)
 
     def _of(self, worker: PeerId) -> Record:
         if worker not in self.records and len(self.records) >= WORKERS_MAX:

@@ -46,3 +46,10 @@ def test_no_more_workers_are_remembered_than_that() -> None:
         standing.failed(PeerId(f"w{number}"), "silent", 0.0)
     assert len(standing.records) == WORKERS_MAX
     assert ANNA in standing.records
+
+
+def test_a_worker_that_holds_turns_back_is_left_alone_for_long_though_it_told_no_lie() -> None:
+    standing = Standing()
+    assert standing.dawdled(ANNA, "generating for 120 s", 0.0) == LIED_S
+    assert not standing.may_ask(ANNA, LIED_S - 1)
+    assert standing.records[ANNA].lies == 0

@@ -1,0 +1,183 @@
+"""Dispatches the rollouts of an rl run, whenever it is this node's turn to.
+
+    look --our turn--> roll out --all at an end--> share --next version--> look
+
+The turn follows from the core's view and is nobody's for longer than a version. If it passes to
+another in the middle of a step, everything here is dropped: the successor asks the workers what
+they hold and the members what they took. While two think it is theirs, turns are generated once
+more than needed, and members take shares of the one that is right in their own view.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from p2pdiloco.protocol.dealing import Learner
+from p2pdiloco.protocol.naming import PeerId
+from p2pdiloco.protocol.placement import Rules
+from p2pdiloco.protocol.standing import Record, Standing
+from p2pdiloco.protocol.trajectories import Stage
+from p2pdiloco.protocol.turns import Step
+from p2pdiloco_daemon.checker import Checker
+from p2pdiloco_daemon.crew import Crew
+from p2pdiloco_daemon.exchange import Refused
+from p2pdiloco_daemon.rolling_out import RollingOut
+from p2pdiloco_daemon.share_desk import (
+    GROUPS_BYTES_MAX,
+    ShareDesk,
+    Standpoint,
+    pack_share,
+    share_path,
+    unpack_groups,
+)
+from p2pdiloco_daemon.sharing import Sharing
+
+LOOK_S = 0.25
+"""Between looks at whose turn it is."""
+AGAIN_S = 5.0
+"""After a step in which nothing came to an end, before it is tried once more."""
+
+logger = logging.getLogger(__name__)
+
+
+class Swarm(Standpoint, Protocol):
+    """Of a `swarm_view.SwarmView`, what is asked here."""
+
+    def workers(self) -> Sequence[PeerId]: ...
+    def learners(self) -> Mapping[PeerId, Learner]: ...
+    def note(self, text: str) -> None: ...
+
+
+class Shares(Protocol):
+    """Of an `exchange.Exchange`, what is asked here."""
+
+    async def hand(self, peer: str, path: str, body: bytes) -> None: ...
+    async def get(self, peer: str, path: str, max_bytes: int) -> bytearray: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dispatched:
+    """For the page: what this node dispatches, or has dispatched."""
+
+    step: int | None
+    """None while another dispatches."""
+    phase: str
+    """"waiting", "rolling out" or "sharing"."""
+    stages: Mapping[Stage, int]
+    """How many of the step's trajectories are where."""
+    groups_waiting: int
+    """That nobody has taken yet."""
+    workers: Mapping[PeerId, Record]
+    refusals: Mapping[str, int]
+
+
+class Dispatcher:
+    """`run` never returns."""
+
+    def __init__(
+        self,
+        swarm: Swarm,
+        crew: Crew,
+        desk: ShareDesk,
+        shares: Shares,
+        step_of: Callable[[int], Step],
+        rules: Rules,
+        inner_steps: int,
+        checker: Checker,
+    ) -> None:
+        """`step_of` gives the step of a version; it may take a while and runs in a thread."""
+        self._swarm = swarm
+        self._crew = crew
+        self._desk = desk
+        self._shares = shares
+        self._step_of = step_of
+        self._rules = rules
+        self._inner_steps = inner_steps
+        self._checker = checker
+        self._standing = Standing()
+        self._rolling_out: RollingOut | None = None
+        self._sharing: Sharing | None = None
+
+    def dispatched(self) -> Dispatched:
+        work, sharing = self._rolling_out, self._sharing
+        dealing = sharing.dealing if sharing else None
+        return Dispatched(
+            step=work.step.number if work else None,
+            phase="sharing" if sharing else "rolling out" if work else "waiting",
+            stages=work.stages() if work else {},
+            groups_waiting=dealing.num_waiting if dealing else 0,
+            workers=self._standing.records,
+            refusals=self._standing.refusals,
+        )
+
+    async def run(self) -> None:
+        while True:
+            version = self._mine()
+            if version is not None:
+                await self._while_mine(version)
+            await asyncio.sleep(LOOK_S)
+
+    def _mine(self) -> int | None:
+        """The version that this node dispatches for now."""
+        swarm = self._swarm
+        is_mine = swarm.version >= 0 and swarm.dispatcher == swarm.me
+        return swarm.version if is_mine else None
+
+    async def _while_mine(self, version: int) -> None:
+        working = asyncio.create_task(self._step(version), name=f"dispatch step {version}")
+        try:
+            while self._mine() == version and not working.done():
+                await asyncio.wait((working,), timeout=LOOK_S)
+        finally:
+            if not working.done():
+                working.cancel()
+                await asyncio.wait((working,))
+            self._rolling_out = self._sharing = None
+        if not working.cancelled():
+            working.result()
+
+    async def _step(self, version: int) -> None:
+        step = await asyncio.to_thread(self._step_of, version)
+        self._rolling_out = work = RollingOut(
+            step,
+            self._rules,
+            self._crew,
+            self._swarm.workers,
+            self._standing,
+            self._checker,
+            self._swarm.note,
+        )
+        await work.run()
+        groups = work.harvest.ended()
+        if not groups:
+            self._swarm.note(f"step {version} brought nothing to learn from; it is tried again")
+            await asyncio.sleep(AGAIN_S)
+            return
+        self._sharing = Sharing(
+            groups,
+            self._inner_steps,
+            self._swarm.learners,
+            partial(self._taken, version),
+            partial(self._give, version),
+        )
+        await self._sharing.run()
+
+    async def _give(self, version: int, peer: PeerId, episodes: Sequence[bytes]) -> None:
+        if peer == self._swarm.me:
+            await self._desk.take(peer, version, episodes)
+        else:
+            await self._shares.hand(peer, share_path(version), pack_share(episodes))
+
+    async def _taken(self, version: int, peer: PeerId) -> Collection[int] | None:
+        if peer == self._swarm.me:
+            return self._desk.groups(version)
+        try:
+            body = await self._shares.get(peer, share_path(version), GROUPS_BYTES_MAX)
+        except Refused as error:
+            if error.status == 404:
+                return None
+            raise
+        return unpack_groups(body)

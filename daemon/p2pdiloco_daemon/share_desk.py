@@ -1,0 +1,254 @@
+"""Where a member's share of a step arrives: checked, and passed to its learner.
+
+    POST /v1/rollouts/share/{step}   {"episodes": [...]} in msgpack -> 204 taken, by now or before;
+                                     409 refused; 503 not yet: ask again; 413
+    GET  /v1/rollouts/share/{step}   {"groups": [...]} in msgpack: what was taken of this step; 404
+
+Only the synchronizer, as seen from here, hands out shares, and only of the version held here. An
+episode counts once, whoever brings it. If the learner is started again, it gets its share again.
+"""
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Protocol, TypeVar
+
+import msgpack
+from aiohttp import web
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from p2pdiloco.errors import P2PDilocoError, PeerError
+from p2pdiloco.protocol.naming import PeerId, sentence
+from p2pdiloco.rl.episodes import EPISODE_BYTES_MAX, unpack
+from p2pdiloco_bootstrap.serving import sender
+from p2pdiloco_daemon.checker import Checker
+
+SHARE_PATH = r"/v1/rollouts/share/{step:\d{1,16}}"
+SHARE_BYTES_MAX = 64 << 20
+"""Of a share on its way; bounds what a peer can make us keep."""
+EPISODES_MAX = 4096
+GROUPS_BYTES_MAX = 16 * EPISODES_MAX
+BODY_S = 120.0
+"""For a share to arrive whole."""
+CHECK_S = 60.0
+"""For the checks; a share that is not checked by then comes again."""
+
+
+class NotYet(P2PDilocoError):
+    """A share that may be taken later."""
+
+
+class ShareRefused(P2PDilocoError):
+    """A share that will not be taken."""
+
+
+class Standpoint(Protocol):
+    """Of a `swarm_view.SwarmView`, what is asked here."""
+
+    @property
+    def me(self) -> PeerId: ...
+    @property
+    def version(self) -> int: ...
+    @property
+    def dispatcher(self) -> PeerId | None: ...
+    def blame(self, peer: PeerId, reason: str) -> None: ...
+
+
+class Learns(Protocol):
+    """Of a `p2pdiloco_daemon.learner.Learner`, what is asked here."""
+
+    def learn(self, step: int, episodes: Sequence[bytes]) -> bool: ...
+
+
+@dataclass(slots=True)
+class Share:
+    """What was taken of one step, part by part."""
+
+    step: int
+    parts: list[tuple[bytes, ...]] = field(default_factory=list)
+    trajectories: set[int] = field(default_factory=set)
+
+
+class _Wire(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    episodes: list[Annotated[bytes, Field(max_length=EPISODE_BYTES_MAX)]] = Field(
+        max_length=EPISODES_MAX
+    )
+
+
+class _WireGroups(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    groups: list[Annotated[int, Field(ge=0, lt=1 << 32)]] = Field(max_length=EPISODES_MAX)
+
+
+class ShareDesk:
+    """The handlers, and `take` for what does not come over the network."""
+
+    def __init__(
+        self,
+        swarm: Standpoint,
+        group_size: int,
+        checker: Checker,
+        learner: Callable[[], Learns | None],
+    ) -> None:
+        """`learner` is this node's, None while there is none."""
+        self._swarm = swarm
+        self._group_size = group_size
+        self._checker = checker
+        self._learner = learner
+        self._share: Share | None = None
+        self._taking = asyncio.Lock()
+
+    def add_to(self, router: web.UrlDispatcher) -> None:
+        router.add_post(SHARE_PATH, self._post)
+        router.add_get(SHARE_PATH, self._get)
+
+    def groups(self, step: int) -> Collection[int] | None:
+        """Of which episodes were taken in this step; None if no share was."""
+        share = self._share
+        if share is None or share.step != step:
+            return None
+        return {trajectory // self._group_size for trajectory in share.trajectories}
+
+    def learner_started(self) -> None:
+        """What the learner of an earlier life was given is lost."""
+        share = self._share
+        if share is not None and share.step == self._swarm.version:
+            for part in share.parts:
+                self._teach(share.step, part)
+
+    async def take(self, giver: PeerId, step: int, episodes: Sequence[bytes]) -> None:
+        """NotYet or ShareRefused if this cannot be; nothing if it is there already."""
+        async with self._taking:
+            self._require_turn(giver, step)
+            new = await asyncio.to_thread(self._new, step, episodes)
+            share = self._share
+            is_first = share is None or share.step != step
+            if not is_first and not new:
+                return
+            if giver != self._swarm.me:
+                await self._require_truth(giver, step, list(new.values()))
+                self._require_turn(giver, step)
+            if is_first:
+                self._share = Share(step)
+            assert self._share is not None
+            part = tuple(new.values())
+            self._share.parts.append(part)
+            self._share.trajectories.update(new)
+            self._teach(step, part)
+
+    def _require_turn(self, giver: PeerId, step: int) -> None:
+        version, dispatcher = self._swarm.version, self._swarm.dispatcher
+        if step > version:
+            raise NotYet(f"a share of step {step}; this node is at {version} still")
+        if step < version:
+            raise ShareRefused(f"a share of step {step}; this node is at {version} already")
+        if giver != dispatcher:
+            raise ShareRefused(f"step {step} is dispatched by {dispatcher} as seen from here")
+
+    def _new(self, step: int, episodes: Sequence[bytes]) -> dict[int, bytes]:
+        """By trajectory, those that are not there yet. ShareRefused for what is none of the step,
+        or is there twice."""
+        share = self._share
+        known = share.trajectories if share is not None and share.step == step else set()
+        new: dict[int, bytes] = {}
+        for data in episodes:
+            episode = unpack(data)
+            if episode.step != step or episode.trajectory in new:
+                raise PeerError(
+                    f"trajectory {episode.trajectory} of step {episode.step} twice, or in a share"
+                    f" of step {step}"
+                )
+            if episode.trajectory not in known:
+                new[episode.trajectory] = data
+        return new
+
+    async def _require_truth(self, giver: PeerId, step: int, episodes: Sequence[bytes]) -> None:
+        replayed = [i for i in range(len(episodes)) if self._checker.draw()]
+        try:
+            async with asyncio.timeout(CHECK_S):
+                refusals = await self._checker.refusals(step, episodes, replayed, ended=True)
+        except TimeoutError as error:
+            raise NotYet(f"the checks of a share took more than {CHECK_S:.0f} s") from error
+        wrong = next((refusal for refusal in refusals if refusal is not None), None)
+        if wrong is not None:
+            raise PeerError(f"an episode in the share of {giver[-8:]} is not true: {wrong}")
+
+    def _teach(self, step: int, part: Sequence[bytes]) -> None:
+        if learner := self._learner():
+            learner.learn(step, part)  # one that starts asks for it by itself
+
+    # ---------------------------------------------------------------- over the network
+
+    async def _post(self, request: web.Request) -> web.StreamResponse:
+        giver = PeerId(sender())
+        step = int(request.match_info["step"])
+        try:
+            self._require_turn(giver, step)
+            episodes = unpack_share(await _body(request))
+            await self.take(giver, step, episodes)
+        except NotYet as error:
+            raise web.HTTPServiceUnavailable(text=str(error)) from error
+        except ShareRefused as error:
+            raise web.HTTPConflict(text=str(error)) from error
+        except PeerError as error:
+            self._swarm.blame(giver, str(error))
+            raise web.HTTPConflict(text=str(error)) from error
+        return web.Response(status=204)
+
+    async def _get(self, request: web.Request) -> web.StreamResponse:
+        groups = self.groups(int(request.match_info["step"]))
+        if groups is None:
+            raise web.HTTPNotFound(text="no share was taken here")
+        return web.Response(body=pack_groups(groups))
+
+
+def share_path(step: int) -> str:
+    return f"/v1/rollouts/share/{step}"
+
+
+def pack_share(episodes: Sequence[bytes]) -> bytes:
+    return bytes(msgpack.packb({"episodes": list(episodes)}))
+
+
+def unpack_share(body: bytes) -> list[bytes]:
+    """PeerError for anything else."""
+    return _unpacked(_Wire, body).episodes
+
+
+def pack_groups(groups: Collection[int]) -> bytes:
+    return bytes(msgpack.packb({"groups": sorted(groups)}))
+
+
+def unpack_groups(body: bytes | bytearray) -> list[int]:
+    """PeerError for anything else."""
+    return _unpacked(_WireGroups, body).groups
+
+
+async def _body(request: web.Request) -> bytes:
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for piece in request.content.iter_any():
+                body += piece
+                if len(body) > SHARE_BYTES_MAX:
+                    raise web.HTTPRequestEntityTooLarge(SHARE_BYTES_MAX, len(body))
+    except TimeoutError:
+        raise web.HTTPRequestTimeout from None
+    return bytes(body)
+
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def _unpacked(form: type[M], body: bytes | bytearray) -> M:
+    try:
+        return form.model_validate(msgpack.unpackb(body))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise PeerError(sentence(f"a malformed share: {where}: {first['msg']}")) from error
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        raise PeerError(sentence(f"a malformed share: {error}")) from error

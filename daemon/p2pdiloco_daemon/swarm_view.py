@@ -1,0 +1,68 @@
+"""What the dispatcher of rollouts asks the core: whose step it is, and who is there.
+
+In an rl run the model is one fragment, so a step is a version of it: whoever makes the next version
+dispatches the rollouts for it.
+"""
+
+import logging
+
+from p2pdiloco.protocol import events
+from p2pdiloco.protocol.dealing import Learner
+from p2pdiloco.protocol.naming import PeerId
+from p2pdiloco_daemon.node import NodeShell
+
+logger = logging.getLogger(__name__)
+
+
+class SwarmView:
+    """Of the core of an rl run."""
+
+    def __init__(self, shell: NodeShell) -> None:
+        self._shell = shell
+        self._state = shell.node.state
+        self._register = shell.node.state.registers[0]
+
+    @property
+    def me(self) -> PeerId:
+        return self._state.me
+
+    @property
+    def version(self) -> int:
+        """That we hold; below 0 if none."""
+        return self._register.version
+
+    @property
+    def dispatcher(self) -> PeerId | None:
+        """Of the step of our version."""
+        return self._state.post(self._register)[0] if self._register.chain else None
+
+    def workers(self) -> list[PeerId]:
+        """The living that may be asked, this node first."""
+        state = self._state
+        others = (member.peer for member in state.membership.alive(state.now))
+        return [state.me, *filter(state.cooled_down, others)]
+
+    def learners(self) -> dict[PeerId, Learner]:
+        """The living that can contribute to the next version."""
+        state, version = self._state, self.version
+        learners = {
+            member.peer: Learner(
+                heartbeat.incarnation,
+                heartbeat.local_steps[0] if heartbeat.heads[0].version == version else 0,
+                heartbeat.step_s > 0,
+            )
+            for member, heartbeat in state.membership.ready(state.now)
+            if state.cooled_down(member.peer)
+        }
+        if state.ready:
+            steps = state.local_steps(self._register)
+            learners[state.me] = Learner(state.config.incarnation, steps, state.step_s > 0)
+        return learners
+
+    def blame(self, peer: PeerId, reason: str) -> None:
+        """The peer sent what is not true: it is left alone for a while, and another dispatches."""
+        self._shell.post(events.WrongBytes(peer, reason))
+
+    def note(self, text: str) -> None:
+        self._shell.notes.append((self._state.now, text))
+        logger.info("%s", text)

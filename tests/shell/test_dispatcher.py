@@ -1,0 +1,208 @@
+"""Steps that are rolled out and shared while workers lie, die and fall silent, and dispatchers are
+replaced: every trajectory is learnt from once, and the next step comes."""
+
+import asyncio
+
+import pytest
+from rollout_swarm import (
+    ANNA,
+    BERT,
+    CLEO,
+    NUM_TRAJECTORIES,
+    World,
+    episode_of,
+    swarm,
+)
+from virtual_clock import run_virtual
+
+ALL = list(range(NUM_TRAJECTORIES))
+
+
+def num_turns(step: int) -> int:
+    return sum(len(episode_of(step, trajectory).answers) for trajectory in ALL)
+
+
+def test_steps_follow_each_other_and_each_trajectory_is_learnt_from_once() -> None:
+    async def script() -> None:
+        async with swarm(World()) as world:
+            await world.until_version(3)
+            for step in range(3):
+                assert world.learnt(step) == ALL
+                played = world.turns_played(step)
+                assert played.total() == num_turns(step)
+            assert all(node.worker.played for node in world.nodes.values())
+
+    run_virtual(script())
+
+
+def test_a_worker_that_dies_in_mid_turn_costs_time_only() -> None:
+    async def script() -> None:
+        async with swarm(World()) as world:
+            await asyncio.sleep(1.5)
+            world.nodes[BERT].worker.is_up = False
+            await asyncio.sleep(2)
+            world.nodes[BERT].worker.is_up = True
+            await world.until_version(2)
+            assert world.learnt(0) == world.learnt(1) == ALL
+
+    run_virtual(script())
+
+
+@pytest.mark.parametrize("after_s", [0.7, 1.5, 2.5, 3.5, 4.5, 5.2, 5.8])
+def test_a_dispatcher_that_dies_in_mid_step_is_replaced(after_s: float) -> None:
+    async def script() -> None:
+        async with swarm(World()) as world:
+            await asyncio.sleep(after_s)
+            assert world.version == 0
+            world.kill(ANNA)
+            await world.until_version(2)
+            alive = [world.nodes[name] for name in (BERT, CLEO)]
+            learnt = [t for node in alive for step, of in node.learnt if step == 0 for t in of]
+            assert len(learnt) == len(set(learnt))
+            assert set(world.learnt(0)) == set(ALL)
+
+    run_virtual(script())
+
+
+def test_what_workers_hold_is_not_generated_again_for_a_new_dispatcher() -> None:
+    async def script() -> None:
+        async with swarm(World()) as world:
+            for node in world.nodes.values():
+                node.worker.turn_s = 1.0 if node.me != ANNA else 60.0
+            await asyncio.sleep(2.9)
+            before = world.turns_played(0)
+            assert before
+            world.kill(ANNA)
+            await world.until_version(1)
+            again = [turn for turn, n in world.turns_played(0).items() if n > 1]
+            assert not again
+
+    run_virtual(script())
+
+
+def test_two_dispatchers_at_once_count_nothing_twice() -> None:
+    async def script() -> None:
+        world = World()
+        world.claims = {BERT: BERT}
+        async with swarm(world):
+            await asyncio.sleep(7)
+            world.claims.clear()
+            await world.until_version(2)
+            for node in world.nodes.values():
+                of_node = [t for step, of in node.learnt if step == 0 for t in of]
+                assert len(of_node) == len(set(of_node))
+
+    run_virtual(script())
+
+
+@pytest.mark.parametrize(
+    ("manner", "replayed_share"),
+    [("invented reward", 0.0), ("rubbish", 0.0), ("other tokens", 1.0)],
+)
+def test_a_worker_that_lies_is_named_and_its_turns_are_run_again(
+    manner: str, replayed_share: float
+) -> None:
+    async def script() -> None:
+        async with swarm(World(replayed_share=replayed_share)) as world:
+            world.nodes[CLEO].worker.manner = manner
+            await world.until_version(1)
+            notes = world.nodes[ANNA].notes
+            assert any("cleo gave a turn that is not true" in note for note in notes)
+            assert not any("bert" in note for note in notes)
+            assert world.learnt(0) == ALL
+            assert not [node.blamed for node in world.nodes.values() if node.blamed]
+            dispatched = world.nodes[ANNA].dispatcher_.dispatched()
+            assert dispatched.workers[CLEO].lies == 1
+
+    run_virtual(script())
+
+
+def test_a_worker_that_is_silent_is_left_alone_and_its_turns_are_run_again() -> None:
+    async def script() -> None:
+        async with swarm(World()) as world:
+            world.nodes[CLEO].worker.manner = "silent"
+            await world.until_version(1)
+            assert world.learnt(0) == ALL
+            record = world.nodes[ANNA].dispatcher_.dispatched().workers[CLEO]
+            assert record.failures
+            assert record.turns == 0
+
+    run_virtual(script())
+
+
+def test_a_worker_that_cannot_be_reached_any_more_is_lost() -> None:
+    async def script() -> None:
+        async with swarm(World()) as world:
+            await asyncio.sleep(1.5)
+            world.deaf.add(CLEO)
+            await asyncio.sleep(40)
+            world.deaf.clear()
+            whole = world.version + 1
+            await world.until_version(whole + 1)
+            assert world.learnt(whole) == ALL
+
+    run_virtual(script())
+
+
+def test_a_share_that_is_not_true_is_refused_and_its_sender_blamed() -> None:
+    async def script() -> None:
+        async with swarm(World(replayed_share=0.0)) as world:
+            world.nodes[ANNA].worker.manner = "invented reward"  # nobody checks its own
+            await asyncio.sleep(30)
+            blamed = world.nodes[BERT].blamed + world.nodes[CLEO].blamed
+            assert blamed
+            assert {peer for peer, _ in blamed} == {ANNA}
+            assert world.learnt(0) != ALL
+
+    run_virtual(script())
+
+
+def test_a_joiner_in_mid_step_takes_part_at_once_in_turns_and_in_the_next_shares() -> None:
+    async def script() -> None:
+        world = World(names=(ANNA, BERT))
+        async with swarm(world):
+            await asyncio.sleep(1.5)
+            joiner = world.start(CLEO)
+            await world.until_version(2)
+            assert joiner.worker.played
+            assert any(step == 1 and of for step, of in joiner.learnt)
+            assert world.learnt(1) == ALL
+
+    run_virtual(script())
+
+
+def test_a_member_that_leaves_before_its_share_leaves_no_gap() -> None:
+    async def script() -> None:
+        async with swarm(World()) as world:
+            await asyncio.sleep(1.5)
+            world.kill(CLEO)
+            await world.until_version(1)
+            assert world.learnt(0) == ALL
+
+    run_virtual(script())
+
+
+def test_when_all_who_took_shares_are_gone_the_rest_learns_them() -> None:
+    async def script() -> None:
+        async with swarm(World()) as world:
+            await world.until_all_have_shares()
+            world.kill(BERT)
+            world.kill(CLEO)
+            world.nodes[ANNA].stop()  # its learner has lost its share, too
+            world.nodes[ANNA].desk.learner_started()
+            await world.until_version(1)
+
+    run_virtual(script())
+
+
+def test_a_dispatcher_that_is_stopped_cancels_every_request() -> None:
+    async def script() -> None:
+        async with swarm(World()) as world:
+            await asyncio.sleep(1.5)
+            assert any(node.worker.num_running for node in world.nodes.values())
+            world.running[ANNA].cancel()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0.01)
+            assert not any(node.worker.num_running for node in world.nodes.values())
+
+    run_virtual(script())
