@@ -47,6 +47,7 @@ from p2pdiloco_daemon.network import Network, running_network
 from p2pdiloco_daemon.node import Expected, NodeShell
 from p2pdiloco_daemon.place import Place, open_place
 from p2pdiloco_daemon.report import LearnerReport, Reporter
+from p2pdiloco_daemon.rl_part import RlPart
 from p2pdiloco_daemon.rollout_report import RolloutReport
 from p2pdiloco_daemon.rollouts import (
     Policy,
@@ -139,6 +140,8 @@ class Part:
     report: LearnerReport
     look_again: asyncio.Event
     """Set when members should be looked for at once."""
+    rl: RlPart | None
+    """Only in a run that learns from rollouts."""
 
 
 async def run_node(options: NodeOptions) -> None:
@@ -250,28 +253,31 @@ async def _take_part(ground: Ground, signed: SignedSpec) -> None:
         tasks = await stack.enter_async_context(_tasks())
         mixing = mixing_of(signed.spec, holdings, node.state.me)
         shell = NodeShell(node, holdings, ground.exchange, tasks, mixing)
-        part = Part(signed, holdings, shell, LearnerReport(), asyncio.Event())
+        rl = RlPart(signed, shell, ground.traffic) if signed.spec.rl else None
+        part = Part(signed, holdings, shell, LearnerReport(), asyncio.Event(), rl)
         on_the_network = partial(_on_the_network, ground, part)
         await stack.enter_async_context(ground.network.working(on_the_network))
         lag = LagMonitor(partial(tell_of_sleep, shell, part.look_again))
         ground.board.reporter = _reporter(ground, part, lag)
         owner = tasks.create_task(shell.run(), name="owner of the core")
         options = _learner_options(ground, signed.spec, fragments)
-        on_learner = partial(_on_learner, shell, part.report)
+        on_learner = partial(_on_learner, part)
         learner = await stack.enter_async_context(running_learner(options, on_learner, worker))
         shell.learner = learner
         rollouts = None
-        if ground.options.rollouts or signed.spec.rl:
+        if ground.options.rollouts or rl:
             rollouts = await stack.enter_async_context(_generating(ground, part, worker))
+        if rl:
+            rl.learner, rl.rollouts = learner, rollouts
         chores = [
             tasks.create_task(work, name=name)
             for name, work in _chores(ground, part, learner, lag).items()
         ]
         await ground.stop.wait()
         ground.board.reporter.stopping = True
-        await _leave(shell, learner, rollouts, owner)
         for chore in chores:
             chore.cancel()
+        await _leave(shell, learner, rollouts, owner)
         shell.save()
 
 
@@ -290,6 +296,8 @@ async def _on_the_network(ground: Ground, part: Part, host: Host) -> None:
     )
     if ground.completions:
         server.router.add_post(COMPLETIONS_PATH, ground.completions.handle)
+    if part.rl:
+        part.rl.add_to(server)
     async with host.serving(server):
         await discover(host, ground.place.run_id, part.shell, part.holdings, part.look_again)
 
@@ -364,6 +372,8 @@ def _chores(
         "settling": settle_when_asked(ground.settle, learner, part.shell, part.report),
         "comparing": compare_with_partners(part.shell),
     }
+    if part.rl:
+        chores["dispatching"] = part.rl.dispatch(ground.exchange, ground.network.session)
     if part.signed.spec.sync.slack_steps:
         chores["measuring"] = measure_machine(
             ground.served, part.holdings, part.shell, ground.traffic
@@ -402,6 +412,8 @@ def _learner_options(
     )
 
 
-def _on_learner(shell: NodeShell, report: LearnerReport, event: learners.LearnerEvent) -> None:
-    report.take(event, asyncio.get_running_loop().time())
-    shell.on_learner(event)
+def _on_learner(part: Part, event: learners.LearnerEvent) -> None:
+    part.report.take(event, asyncio.get_running_loop().time())
+    part.shell.on_learner(event)
+    if part.rl:
+        part.rl.on_learner(event)

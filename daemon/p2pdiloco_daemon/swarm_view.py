@@ -4,14 +4,10 @@ In an rl run the model is one fragment, so a step is a version of it: whoever ma
 dispatches the rollouts for it.
 """
 
-import logging
-
 from p2pdiloco.protocol import events
 from p2pdiloco.protocol.dealing import Learner
 from p2pdiloco.protocol.naming import PeerId
 from p2pdiloco_daemon.node import NodeShell
-
-logger = logging.getLogger(__name__)
 
 
 class SwarmView:
@@ -64,5 +60,4 @@ class SwarmView:
         self._shell.post(events.WrongBytes(peer, reason))
 
     def note(self, text: str) -> None:
-        self._shell.notes.append((self._state.now, text))
-        logger.info("%s", text)
+        self._shell.tell(text)

@@ -7,6 +7,7 @@ from functools import cache
 
 from p2pdiloco.errors import UserError
 from p2pdiloco.learn.text import Tokenizer, open_tokenizer
+from p2pdiloco.protocol.turns import Step
 from p2pdiloco.rl.assignment import SHARED, StepTasks
 from p2pdiloco.rl.checks import Rulebook
 from p2pdiloco.rl.conversation import Limits, Policy
@@ -55,6 +56,17 @@ def rulebook_of(spec: RunSpec, run_id: str, step: int) -> Rulebook:
         policy=Policy(temperature=rl.temperature, stop_token=_line_break(tokenizer)),
         limits=limits_of(spec),
         versions=frozenset({step}),
+    )
+
+
+def step_of(rules: Rulebook) -> Step:
+    """What a dispatcher places of it."""
+    tasks = rules.tasks
+    first_ones = range(0, tasks.num_trajectories, tasks.group_size)
+    return Step(
+        number=tasks.step,
+        prompt_tokens=tuple(len(rules.conversation(first).tokens) for first in first_ones),
+        group_size=tasks.group_size,
     )
 
 
