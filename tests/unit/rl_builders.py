@@ -75,6 +75,14 @@ def told(*answers: str, rules: Rulebook = RULES, trajectory: int = 1) -> Episode
     return conversation.episode
 
 
+def so_far(*answers: str, rules: Rulebook = RULES, trajectory: int = 1) -> Episode:
+    """The episode so far after these answers."""
+    conversation = rules.conversation(trajectory)
+    for answer in answers:
+        conversation.answered(say(answer))
+    return conversation.so_far()
+
+
 def generated(model: PreTrainedModel, rules: Rulebook = RULES, trajectory: int = 1) -> Episode:
     """What the engine makes of the trajectory."""
     engine = small_engine(model)

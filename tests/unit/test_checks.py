@@ -4,14 +4,26 @@ import random
 from dataclasses import replace
 
 import pytest
-from rl_builders import LIMITS, POLICY, RULES, STOP, episode, generated, told, with_token
+from rl_builders import (
+    LIMITS,
+    POLICY,
+    RULES,
+    STOP,
+    episode,
+    generated,
+    say,
+    so_far,
+    told,
+    with_token,
+)
 from rollout_builders import small_model
 
-from p2pdiloco.rl.checks import Reason, Refusal, replay, sampled, story
+from p2pdiloco.rl.checks import Reason, Refusal, replay, resume, sampled, story
 from p2pdiloco.rl.episodes import Answer, Episode
 from p2pdiloco.rollout.verify import Referee
 
 HONEST = told("ab.", "c.", "ddd.")
+BEGUN = so_far("ab.", "c.")
 
 
 def reason(refusal: Refusal | None) -> Reason | None:
@@ -69,6 +81,34 @@ def test_turns_after_the_end_are_refused() -> None:
         answers=(*HONEST.answers, moved(last, 4)),
     )
     assert reason(story(longer, RULES)) is Reason.WRONG_END
+
+
+def test_a_resumed_conversation_goes_on_as_if_it_had_stayed() -> None:
+    conversation = resume(BEGUN, RULES)
+    assert not isinstance(conversation, Refusal)
+    assert conversation.turn == 2
+    assert conversation.so_far() == BEGUN
+    conversation.answered(say("ddd."))
+    assert conversation.episode == HONEST
+
+
+@pytest.mark.parametrize(
+    ("forged", "expected"),
+    [
+        (replace(BEGUN, step=6), Reason.NOT_ASSIGNED),
+        (with_token(BEGUN, 0, 7), Reason.WRONG_PROMPT),
+        (with_token(BEGUN, 9, 7), Reason.WRONG_STORY),
+        (with_token(BEGUN, len(BEGUN.tokens) - 1, 7), Reason.WRONG_STORY),
+        (replace(BEGUN, tokens=BEGUN.tokens[:-1]), Reason.WRONG_STORY),
+        (replace(BEGUN, tokens=(*BEGUN.tokens, 1)), Reason.WRONG_STORY),
+        (replace(BEGUN, reward=0.1), Reason.WRONG_REWARD),
+        (replace(BEGUN, is_cut=True), Reason.WRONG_END),
+        (HONEST, Reason.WRONG_END),
+    ],
+)
+def test_words_that_nobody_said_are_not_resumed(forged: Episode, expected: Reason) -> None:
+    resumed = resume(forged, RULES)
+    assert reason(resumed if isinstance(resumed, Refusal) else None) is expected
 
 
 def test_what_the_engine_makes_passes_both_checks() -> None:
