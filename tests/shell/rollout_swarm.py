@@ -30,6 +30,7 @@ from p2pdiloco_daemon.checker import Checker
 from p2pdiloco_daemon.crew import Crew, Heard
 from p2pdiloco_daemon.dispatcher import Dispatcher
 from p2pdiloco_daemon.exchange import Busy, Refused, Unreachable
+from p2pdiloco_daemon.held_turns import Played
 from p2pdiloco_daemon.share_desk import NotYet, ShareDesk, ShareRefused, pack_groups, unpack_share
 from p2pdiloco_daemon.trajectories import RolloutsBusy, TurnRefused
 
@@ -80,13 +81,6 @@ def refusal_of(step: int, data: bytes, *, replay: bool, ended: bool) -> str | No
         if truth.tokens[: len(episode.tokens)] != episode.tokens:
             return "the policy would not have chosen one of its tokens"
     return None
-
-
-@dataclass(frozen=True)
-class Played:
-    holding: Holding
-    num_reused: int
-    episode: bytes
 
 
 @dataclass
@@ -171,14 +165,14 @@ class Worker:
         is_ended = num_turns == len(whole.answers)
         episode = until(whole, num_turns)
         if self.manner == "invented reward":
-            episode, is_ended = replace(episode, reward=1.0), True
+            episode, is_ended = replace(episode, reward=0.875), True
         data = b"rubbish" if self.manner == "rubbish" else pack(episode)
-        return Played(Holding.ENDED if is_ended else Holding.READY, 0, data)
+        holding = Holding.ENDED if is_ended else Holding.READY
+        turn = TurnId(self.version, trajectory, num_turns - is_ended)
+        return Played(Held(turn, holding, len(episode.tokens)), 0, data)
 
     def _held(self, trajectory: int) -> Held:
-        num_turns, is_ended = self.kept[trajectory]
-        holding = Holding.ENDED if is_ended else Holding.READY
-        return Held(TurnId(self.version, trajectory, num_turns - is_ended), holding, 30)
+        return self._given(trajectory, self.kept[trajectory][0]).held
 
 
 class Node:
