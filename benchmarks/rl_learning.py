@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from p2pdiloco.learn.models import build_model
 from p2pdiloco.learn.text import ByteTokenizer
+from p2pdiloco.rl.alone import play_step
 from p2pdiloco.rl.assignment import SHARED, StepTasks
 from p2pdiloco.rl.checks import Rulebook, replay, sampled, story
 from p2pdiloco.rl.conversation import Limits, Policy
@@ -29,7 +30,6 @@ from p2pdiloco.rl.packing import batches, select
 from p2pdiloco.rl.step import accumulate
 from p2pdiloco.rollout.engine import Engine
 from p2pdiloco.rollout.engine import Limits as EngineLimits
-from p2pdiloco.rollout.request import Token
 from p2pdiloco.spec import ModelSpec
 
 TASKS: dict[str, Task] = {"guess": Guess(), "sums": Sums(largest=4)}
@@ -52,25 +52,6 @@ def rules_of(step: int, task: Task, seed: int) -> Rulebook:
         limits=LIMITS,
         versions=frozenset({step}),
     )
-
-
-def rolled_out(engine: Engine, rules: Rulebook) -> list[Episode]:
-    """All episodes of a step."""
-    open_ones = [rules.conversation(i) for i in range(rules.tasks.num_trajectories)]
-    episodes: list[Episode] = []
-    while open_ones:
-        by_id = {conversation.request().id: conversation for conversation in open_ones}
-        answers: dict[str, list[Token]] = {}
-        for conversation in open_ones:
-            engine.submit(conversation.request())
-        while engine.has_work:
-            for progress in engine.step():
-                answers.setdefault(progress.id, []).extend(progress.tokens)
-        for name, conversation in by_id.items():
-            conversation.answered(answers[name])
-        episodes += [c.episode for c in open_ones if c.episode is not None]
-        open_ones = [c for c in open_ones if c.episode is None]
-    return sorted(episodes, key=lambda episode: episode.trajectory)
 
 
 def groups_of(episodes: Sequence[Episode]) -> list[list[Episode]]:
@@ -101,7 +82,7 @@ def main() -> None:
     while time.monotonic() - started < 60 * arguments.minutes:
         engine.swap(dict(model.named_parameters()), step)
         rules = rules_of(step, TASKS[arguments.task], arguments.seed)
-        episodes = rolled_out(engine, rules)
+        episodes = play_step(engine, rules)
         for episode in episodes:
             assert story(episode, rules) is None
         frozen = copy.deepcopy(model).eval()

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from p2pdiloco_daemon.cli.demo import report
-from p2pdiloco_daemon.demo.display import newest_round, view
+from p2pdiloco_daemon.demo.display import newest_round, plain_line, view
 from p2pdiloco_daemon.demo.evaluation import Findings
 from p2pdiloco_daemon.demo.polling import StatusReader
 from p2pdiloco_daemon.demo.processes import NodeProcess
@@ -23,6 +23,7 @@ from p2pdiloco_daemon.status.view import (
     FragmentSync,
     JsonObject,
     Learner,
+    Learning,
     NodeState,
     Round,
     Run,
@@ -156,6 +157,34 @@ def test_the_report_names_what_matters() -> None:
     assert "5.500 -> 1.400 nats per byte" in text
     assert "identical to the last bit on all 2 living nodes, momenta too" in text
     assert "40 processed = 20 merged + 10 pending + 6 rejected + 4 lost\n" in text
+
+
+def test_the_report_of_a_run_that_learns_from_rollouts_tells_the_reward() -> None:
+    found = findings("a", "a").model_copy(
+        update={
+            "loss_before": None,
+            "loss_after": None,
+            "reward_before": 0.02,
+            "reward_after": 0.5,
+            "sample": "Guess 0 to 9.\n5more\n",
+        }
+    )
+    told = result(found, [outcome("node-1"), outcome("node-2")])
+    assert all_is_well(told)
+    text = "\n".join(report(told))
+    assert "0.020 -> 0.500 of 1, on tasks that it has not seen" in text
+    assert "--prompt 'Guess 0 to 9.'" in text
+
+
+def test_the_view_of_a_run_that_learns_from_rollouts_shows_the_reward() -> None:
+    learning = dataclasses.replace(STATUS, learning=Learning(reward=0.25, drift=0.0125))
+    console = Console(width=150, file=io.StringIO())
+    console.print(view([node(1)], {"node-1": learning.to_json()}, "0:01 of training"))
+    shown = cast("io.StringIO", console.file).getvalue().split()
+    assert "held" not in shown
+    assert shown[shown.index("reward") + 1] == "drift"
+    assert {"0.250", "0.0125"} <= set(shown)
+    assert "reward 0.250" in plain_line([node(1)], {"node-1": learning.to_json()}, "0:01")
 
 
 @pytest.mark.parametrize(

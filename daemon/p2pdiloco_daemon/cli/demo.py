@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from p2pdiloco.errors import UserError
-from p2pdiloco.spec import RunSpec, SyncSpec
+from p2pdiloco.spec import DataSpec, InnerSpec, OuterSpec, RlSpec, RunSpec, SyncSpec
 from p2pdiloco_daemon.cli.directories import data_directory
 from p2pdiloco_daemon.cli.new import write_draft
 from p2pdiloco_daemon.cli.ports import STATUS_PORT, port_number, require_free
@@ -27,6 +27,16 @@ _SYNC: dict[str, dict[str, object]] = {
     "diloco": {"strategy": "diloco", "num_fragments": 1},
 }
 """What a demo of each strategy begins with."""
+
+_GUESSING = RunSpec(
+    name="demo",
+    data=DataSpec(sequence_length=96),
+    inner=InnerSpec(learning_rate=2e-3, warmup_steps=10, weight_decay=0.0),
+    outer=OuterSpec(learning_rate=1.0, momentum=0.0),
+    sync=SyncSpec(num_fragments=1, inner_steps=4),
+    rl=RlSpec(),
+)
+"""What a demo that learns from rollouts begins with."""
 
 _SPEC_FILE = "run.toml"
 
@@ -47,8 +57,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="watch several nodes on this machine train one model together",
         description="Starts a bootstrap peer and several nodes on this machine, each a process of "
         "its own with its own identity, learner and status page. They find each other and train a "
-        "small language model on the King James Bible. Kill one while it runs: the others go on. "
-        "Ctrl-C ends the demo cleanly and prints what came out; press it again to hurry.",
+        "small language model on the King James Bible, or on a guessing game. Kill one while it "
+        "runs: the others go on. Ctrl-C ends the demo cleanly and prints what came out; press it "
+        "again to hurry.",
     )
     parser.add_argument(
         "--nodes", type=_node_count, default=3, help="how many nodes (default: %(default)s)"
@@ -74,6 +85,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="how the nodes of a new demo train together (default: quorum)",
     )
     parser.add_argument(
+        "--task",
+        choices=("text", "rl"),
+        help="what a new demo learns: text, or to guess a number, from what its nodes roll out "
+        "(default: text)",
+    )
+    parser.add_argument(
         "--json", action="store_true", help="print the outcome as one JSON object on the last line"
     )
     parser.set_defaults(run=run)
@@ -82,7 +99,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(arguments: argparse.Namespace) -> int:
     for port in range(arguments.port, arguments.port + arguments.nodes):
         require_free("127.0.0.1", port, "--port")
-    places = _make_places(arguments.dir, arguments.strategy)
+    places = _make_places(arguments.dir, _draft(arguments.strategy, arguments.task))
     options = DemoOptions(
         spec_file=places.work / _SPEC_FILE,
         directory=places.work,
@@ -118,16 +135,24 @@ def report(outcome: JsonObject) -> list[str]:
     )
     return [
         "",
-        f"held-out loss  {outcome['loss_before']:.3f} -> {outcome['loss_after']:.3f} nats per byte",
+        _learnt(outcome),
         f"merges         {outcome['merges']}{first}",
         f"stall          at most {outcome['stall_share']:.2%} of a learner's time",
         f"anchors        {_anchors(outcome)}",
         f"tokens         {ledger}{'' if outcome['ledger_adds_up'] else ' (DOES NOT ADD UP)'}",
         f"checkpoint     {outcome['checkpoint']}",
-        f"try it         p2pdiloco sample {outcome['checkpoint']} --prompt 'And God said'",
+        f"try it         p2pdiloco sample {outcome['checkpoint']} --prompt '{_prompt(outcome)}'",
         "",
         outcome["sample"],
     ]
+
+
+def _learnt(outcome: JsonObject) -> str:
+    if outcome["reward_after"] is not None:
+        rewards = f"{outcome['reward_before']:.3f} -> {outcome['reward_after']:.3f}"
+        return f"reward         {rewards} of 1, on tasks that it has not seen"
+    losses = f"{outcome['loss_before']:.3f} -> {outcome['loss_after']:.3f}"
+    return f"held-out loss  {losses} nats per byte"
 
 
 def _anchors(outcome: JsonObject) -> str:
@@ -139,7 +164,22 @@ def _anchors(outcome: JsonObject) -> str:
     return "DIFFER between the nodes; --json lists their digests"
 
 
-def _make_places(directory: Path | None, strategy: str | None) -> _Places:
+def _prompt(outcome: JsonObject) -> str:
+    return "And God said" if outcome["reward_after"] is None else outcome["sample"].split("\n")[0]
+
+
+def _draft(strategy: str | None, task: str | None) -> RunSpec | None:
+    """Of a new demo; None if nothing was said of it."""
+    if task == "rl":
+        if strategy not in (None, "quorum"):
+            raise UserError(f"--task rl is learnt with --strategy quorum, got {strategy}")
+        return _GUESSING
+    if strategy is None and task is None:
+        return None
+    return RunSpec(name="demo", sync=SyncSpec.model_validate(_SYNC[strategy or "quorum"]))
+
+
+def _make_places(directory: Path | None, draft: RunSpec | None) -> _Places:
     """Makes the directories; with a new spec where there is none yet."""
     try:
         if directory is None:
@@ -161,11 +201,12 @@ def _make_places(directory: Path | None, strategy: str | None) -> _Places:
         raise UserError(
             f"{error.filename}: cannot be used for the demo ({error.strerror}); name another --dir"
         ) from error
-    if continues and strategy:
-        raise UserError(f"{places.work} holds a demo already; --strategy is for a new one")
+    if continues and draft:
+        raise UserError(
+            f"{places.work} holds a demo already; --strategy and --task are for a new one"
+        )
     if not continues:
-        sync = SyncSpec() if strategy is None else SyncSpec.model_validate(_SYNC[strategy])
-        write_draft(places.work / _SPEC_FILE, RunSpec(name="demo", sync=sync))
+        write_draft(places.work / _SPEC_FILE, draft or RunSpec(name="demo"))
     return places
 
 

@@ -20,7 +20,8 @@ _STATE_STYLES = {
     "paused": "yellow",
     "error": "bold red",
 }
-_COLUMNS = ("step", "loss", "held out", "tokens/s", "merges", "up", "down", "stall")
+_TEXT_COLUMNS = ("step", "loss", "held out", "tokens/s", "merges", "up", "down", "stall")
+_RL_COLUMNS = ("step", "reward", "drift", "tokens/s", "merges", "up", "down", "stall")
 
 PLAIN_REPORT_EVERY_S = 10.0
 """Between lines where the output is no terminal."""
@@ -61,11 +62,10 @@ def plain_line(
     parts = [headline]
     for node in nodes:
         status = statuses.get(node.name)
-        learner = status["learner"] if status else {"step": 0, "loss": None}
+        step = status["learner"]["step"] if status else 0
         merges = status["merges_total"] if status else 0
         parts.append(
-            f"{node.name} {_state(node, status)} step {learner['step']} "
-            f"loss {_number(learner['loss'], 3)} merges {merges}"
+            f"{node.name} {_state(node, status)} step {step} {_progress(status)} merges {merges}"
         )
     return "; ".join(parts)
 
@@ -77,7 +77,8 @@ def view(
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     table.add_column("node")
     table.add_column("state")
-    for name in _COLUMNS:
+    learns_from_text = all(status["learning"] is None for status in statuses.values())
+    for name in _TEXT_COLUMNS if learns_from_text else _RL_COLUMNS:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("page")
     for node in nodes:
@@ -100,7 +101,7 @@ def newest_round(statuses: Mapping[str, JsonObject]) -> str:
 def _row(node: NodeProcess, status: JsonObject | None) -> list[RenderableType]:
     state = _state(node, status)
     if status is None:
-        return [node.name, state, *[Text("-", style="dim")] * len(_COLUMNS), _page(node)]
+        return [node.name, state, *[Text("-", style="dim")] * len(_TEXT_COLUMNS), _page(node)]
     learner, traffic = status["learner"], status["traffic"]
     synchronizer = status["synchronizer"]
     leads = node.end is None and synchronizer is not None and synchronizer["is_self"]
@@ -108,8 +109,7 @@ def _row(node: NodeProcess, status: JsonObject | None) -> list[RenderableType]:
         Text(f"{node.name} *" if leads else node.name, style="bold" if leads else ""),
         state,
         str(learner["step"]),
-        _number(learner["loss"], 3),
-        _number(learner["held_out_loss"], 3),
+        *_scores(status),
         _number(learner["tokens_per_s"], 0),
         str(status["merges_total"]),
         in_bytes(traffic["sent_bytes"]),
@@ -117,6 +117,19 @@ def _row(node: NodeProcess, status: JsonObject | None) -> list[RenderableType]:
         f"{learner['stall_share']:.1%}",
         _page(node),
     ]
+
+
+def _scores(status: JsonObject) -> tuple[str, str]:
+    learner, learning = status["learner"], status["learning"]
+    if learning is None:
+        return _number(learner["loss"], 3), _number(learner["held_out_loss"], 3)
+    return _number(learning["reward"], 3), _number(learning["drift"], 4)
+
+
+def _progress(status: JsonObject | None) -> str:
+    if status and status["learning"] is not None:
+        return f"reward {_number(status['learning']['reward'], 3)}"
+    return f"loss {_number(status['learner']['loss'] if status else None, 3)}"
 
 
 def _state(node: NodeProcess, status: JsonObject | None) -> Text:

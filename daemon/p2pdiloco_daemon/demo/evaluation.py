@@ -1,4 +1,5 @@
-"""What the nodes left on disk: their states' digests, the model's loss before and after, a sample.
+"""What the nodes left on disk: their states' digests, how good the model was before and is now, a
+sample.
 
 A child process, because it loads torch and the model, and the supervisor only watches.
 """
@@ -8,8 +9,11 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
@@ -22,6 +26,10 @@ from p2pdiloco_daemon.bound import bound_command
 from p2pdiloco_daemon.genesis import genesis_path, read_signed_spec
 from p2pdiloco_daemon.replica import FragmentState, Vector, unpack_state
 from p2pdiloco_daemon.store import Store
+
+if TYPE_CHECKING:
+    from p2pdiloco.rl.checks import Rulebook
+    from p2pdiloco.rl.episodes import Episode
 
 _PROMPT = "In the beginning "
 _SAMPLE_TOKENS = 300
@@ -44,11 +52,16 @@ class Findings(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    loss_before: float
-    """Nats per byte of the whole held-out text, with the genesis weights."""
-    loss_after: float
+    loss_before: float | None = None
+    """Nats per byte of the whole held-out text, with the genesis weights; None in an rl run."""
+    loss_after: float | None = None
+    """The same, with the exported checkpoint."""
+    reward_before: float | None = None
+    """Mean of tasks that no step had, with the genesis weights; None if the run reads text."""
+    reward_after: float | None = None
     """The same, with the exported checkpoint."""
     sample: str
+    """What the model writes; of an rl run a whole trajectory."""
     checkpoint: str
     state_digests: dict[str, list[str]]
     """Per node, of anchor and momentum of each fragment, computed anew from their values."""
@@ -80,7 +93,7 @@ async def evaluate(request: Request) -> Findings:
 
 def examine(request: Request) -> Findings:
     """What the child does. Imports torch."""
-    from p2pdiloco_daemon.export import newest_states, sample_checkpoint, write_checkpoint
+    from p2pdiloco_daemon.export import newest_states, write_checkpoint
 
     signed = read_signed_spec(request.bootstrap)
     assert signed, "the bootstrap peer has run"
@@ -94,12 +107,10 @@ def examine(request: Request) -> Findings:
     with tempfile.TemporaryDirectory() as scratch:
         before = Path(scratch) / "genesis"
         write_checkpoint(spec, fragments, _genesis_anchors(request.bootstrap, spec), before)
-        loss_before, loss_after = _losses(spec, (before, request.checkpoint))
-    continued = sample_checkpoint(request.checkpoint, _PROMPT, _SAMPLE_TOKENS, spec.seed)
+        checkpoints = before, request.checkpoint
+        scores = _rewards(spec, checkpoints) if spec.rl else _losses(spec, checkpoints)
     return Findings(
-        loss_before=loss_before,
-        loss_after=loss_after,
-        sample=_PROMPT + continued,
+        **scores,
         checkpoint=str(request.checkpoint),
         state_digests={name: [state.digest for state in found] for name, found in states.items()},
         disagreement=_disagreement(list(states.values())),
@@ -126,17 +137,51 @@ def _tokens_in_records(directory: Path, num_fragments: int) -> int:
     return total
 
 
-def _losses(spec: RunSpec, checkpoints: Sequence[Path]) -> list[float]:
+class _Scores(TypedDict, total=False):
+    loss_before: float
+    loss_after: float
+    reward_before: float
+    reward_after: float
+    sample: str
+
+
+def _losses(spec: RunSpec, checkpoints: tuple[Path, Path]) -> _Scores:
     """Nats per byte of the whole held-out text with each of the models."""
     from p2pdiloco.learn.evaluate import held_out_loss
     from p2pdiloco.learn.models import build_model
     from p2pdiloco.learn.text import BLOCK_BYTES, open_text
+    from p2pdiloco_daemon.export import sample_checkpoint
 
     text, length = open_text(spec.data), spec.data.sequence_length
     # as many windows as lie side by side in a block: every token counts once
     windows_per_block = max(1, BLOCK_BYTES // length)
     loaded = (build_model(ModelSpec(checkpoint=str(path)), 0, length) for path in checkpoints)
-    return [held_out_loss(model, text, length, windows_per_block) for model in loaded]
+    before, after = (held_out_loss(model, text, length, windows_per_block) for model in loaded)
+    continued = sample_checkpoint(checkpoints[1], _PROMPT, _SAMPLE_TOKENS, spec.seed)
+    return {"loss_before": before, "loss_after": after, "sample": _PROMPT + continued}
+
+
+def _rewards(spec: RunSpec, checkpoints: tuple[Path, Path]) -> _Scores:
+    """Mean of a step's tasks with each of the models."""
+    from p2pdiloco.rl.rules import rulebook_of
+
+    rules = rulebook_of(spec, "evaluation", 0)
+    before, after = (_played(spec, path, rules) for path in checkpoints)
+    return {
+        "reward_before": fmean(episode.reward for episode in before),
+        "reward_after": fmean(episode.reward for episode in after),
+        "sample": rules.tokenizer.decode(after[0].tokens),
+    }
+
+
+def _played(spec: RunSpec, checkpoint: Path, rules: "Rulebook") -> "list[Episode]":
+    from p2pdiloco.learn.models import build_model
+    from p2pdiloco.rl.alone import play_step
+    from p2pdiloco.rollout.engine import Engine, Limits
+
+    model = build_model(ModelSpec(checkpoint=str(checkpoint)), 0, spec.data.sequence_length)
+    limits = Limits(num_waiting_max=rules.tasks.num_trajectories)
+    return play_step(Engine(model.eval(), limits, time.monotonic), rules)
 
 
 def _genesis_anchors(directory: Path, spec: RunSpec) -> list[Vector]:

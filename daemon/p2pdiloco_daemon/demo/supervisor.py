@@ -79,7 +79,7 @@ async def run_demo(options: DemoOptions, display: Display) -> JsonObject:
             if requests.stop.is_set():
                 raise asyncio.CancelledError
             raise UserError(f"no node came up; {_last_words(options.directory)}")
-        display.say("evaluating on the whole held-out text ...")
+        display.say("evaluating what came out ...")
         requests.hurry.set()  # nothing to hurry from here on: the next one drops the evaluation
         return result(await evaluate(_request(options, outcomes)), outcomes)
 

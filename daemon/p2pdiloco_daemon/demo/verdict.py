@@ -40,6 +40,8 @@ def result(findings: Findings, nodes: Sequence[NodeOutcome]) -> JsonObject:
     return {
         "loss_before": findings.loss_before,
         "loss_after": findings.loss_after,
+        "reward_before": findings.reward_before,
+        "reward_after": findings.reward_after,
         "anchors_identical": anchors_identical(findings.state_digests),
         "gossips": any(node.status["disagreement"] is not None for node in nodes),
         "disagreement": findings.disagreement,
