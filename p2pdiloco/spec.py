@@ -148,10 +148,12 @@ class OuterSpec(_Section):
 class SyncSpec(_Section):
     """When and how learners are merged (Decoupled DiLoCo; the symbols are the paper's)."""
 
-    strategy: Literal["quorum", "gossip", "diloco"] = "quorum"
+    strategy: Literal["quorum", "gossip", "factored", "diloco"] = "quorum"
     """`quorum`: a synchronizer, which rotates, merges what a quorum of learners offers; `gossip`:
     there is none, every node mixes its parameters with partners (`mix`) and makes its own outer
-    step; `diloco`: all merge at once and wait for each other, to compare with."""
+    step; `factored`: so, and the step is on the outer gradients of all who have theirs when the
+    quorum is met and the grace window over, for which learners wait; `diloco`: all merge at once
+    and wait for each other, to compare with."""
     inner_steps: int = Field(default=12, ge=1, le=1_000_000)
     """H: inner steps of the median learner between two merges of the same fragment."""
     num_fragments: int = Field(default=6, ge=1, le=FRAGMENTS_MAX)
@@ -159,7 +161,8 @@ class SyncSpec(_Section):
     overlap_steps: int = Field(default=2, ge=1)
     """tau: inner steps behind which one merge may hide; also the most rounds in flight."""
     quorum: int = Field(default=1, ge=1)
-    """K: contributions without which a round does not close."""
+    """K: contributions without which a round does not close. For factored: outer gradients, one's
+    own among them, after which a learner waits for the grace window alone."""
     grace_factor: float = Field(default=0.8, gt=0, lt=1)
     """gamma: the part of the measured slack that a round may wait for more than the quorum."""
     merge: Literal["rda", "mean"] = "rda"
@@ -171,20 +174,21 @@ class SyncSpec(_Section):
     mix: Literal["GlobalM1", "GlobalM1LocalM2", "pairwise", "hypercube", "exponential", "ring"] = (
         "hypercube"
     )
-    """For gossip: with whom a node mixes its parameters while it trains. `GlobalM1`: everybody (of
-    more than 16, groups of so many); `GlobalM1LocalM2`: so, and learners then wait for the outer
-    gradients of a group; `pairwise`: one, drawn anew in each round; `hypercube`: one, in turns;
-    `exponential`: two, in turns; `ring`: the same two."""
+    """For gossip and factored: with whom a node mixes its parameters while it trains. `GlobalM1`:
+    everybody (of more than 16, groups of so many); `GlobalM1LocalM2`: so, and learners then wait
+    for the outer gradients of a group; `pairwise`: one, drawn anew in each round; `hypercube`: one,
+    in turns; `exponential`: two, in turns; `ring`: the same two."""
     gossip_below_quorum: bool = False
     """For quorum: whether nodes that are fewer than the quorum mix their learners' values by gossip
     until more are back. Nothing is merged meanwhile, and no token is lost."""
     mix_group: int = Field(default=2, ge=2, le=64)
     """For GlobalM1LocalM2: members of a group, drawn anew in each round."""
     mix2_tensors: Literal["all", "ends"] = "all"
-    """For GlobalM1LocalM2: of which tensors the outer gradients are waited for. `ends`: embedding,
-    head and the two shallowest layers, which the paper found to suffice."""
+    """For GlobalM1LocalM2 and factored: of which tensors the outer gradients are waited for.
+    `ends`: embedding, head and the two shallowest layers, which the paper found to suffice."""
     mix_wire: Literal["float32", "bf16", "int8", "int4"] = "int8"
-    """For gossip: what parameters become on their way; with partners that return, their change."""
+    """For gossip and factored: what parameters become on their way; with partners that return,
+    their change."""
     pacing: Literal["fixed", "load", "pressure-gate", "workload-aware", "calibrated", "random"] = (
         "fixed"
     )
@@ -202,11 +206,21 @@ class SyncSpec(_Section):
                 f"num_fragments must be 1 for diloco, which merges the whole model at once, "
                 f"got {self.num_fragments}"
             )
+        if self.strategy == "factored" and self.mix == "GlobalM1LocalM2":
+            raise ValueError(
+                "mix must name one mix for factored, whose other is of the quorum, got "
+                "GlobalM1LocalM2; GlobalM1 is its first half"
+            )
         if self.strategy != "quorum" and self.pacing != "fixed":
             raise ValueError(
                 f"pacing must be fixed for {self.strategy}, got {self.pacing}; quorum can be paced"
             )
         return self
+
+    @property
+    def gossips(self) -> bool:
+        """Whether each node holds a state of its own, and there is no synchronizer."""
+        return self.strategy in ("gossip", "factored")
 
     @model_validator(mode="after")
     def _slack_fits(self) -> Self:

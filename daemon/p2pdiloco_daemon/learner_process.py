@@ -398,7 +398,7 @@ class _ModelJudge:
         self._text = text
         self._tokenizer = open_tokenizer(spec.data)
         self._sequence_length = spec.data.sequence_length
-        self._is_compared = spec.sync.strategy == "gossip"
+        self._is_compared = spec.sync.gossips
 
     def held_out_loss(self) -> float | None:
         if self._text is None:

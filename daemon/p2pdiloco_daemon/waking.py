@@ -69,10 +69,11 @@ def require_memory(fragments: tuple[Fragment, ...], spec: RunSpec) -> None:
     """UserError if the model does not fit beside what else runs; says what it takes."""
     num = sum(fragment.size for fragment in fragments)
     per_parameter = REPLICA_BYTES_PER_PARAMETER + LEARNER_BYTES_PER_PARAMETER
-    if spec.sync.strategy == "gossip":
+    if spec.sync.gossips:
         partners = PARTNERS[spec.sync.mix]
         remembered = RETURNING_MAX if _partners_return(spec) else 0
-        per_parameter += partners * SWAP_BYTES_PER_PARAMETER
+        swaps = partners + (GLOBAL_MEMBERS_MAX - 1 if spec.sync.strategy == "factored" else 0)
+        per_parameter += swaps * SWAP_BYTES_PER_PARAMETER
         per_parameter += min(remembered, partners + 2) * REMEMBERED_BYTES_PER_PARAMETER
     elif _mixes_below_quorum(spec):
         per_parameter += COPIES_BYTES_PER_PARAMETER
@@ -103,7 +104,7 @@ def replica_of(spec: RunSpec, fragments: tuple[Fragment, ...]) -> Replica:
 
 def gossip_plan(spec: RunSpec, run_id: str) -> GossipPlan | None:
     """Who mixes with whom, if the run gossips: the paper's instances, and some topologies."""
-    if spec.sync.strategy != "gossip":
+    if not spec.sync.gossips:
         return None
     mix1: dict[str, Topology] = {
         "GlobalM1": Groups(GLOBAL_MEMBERS_MAX),
@@ -113,10 +114,20 @@ def gossip_plan(spec: RunSpec, run_id: str) -> GossipPlan | None:
         "exponential": exponential,
         "ring": ring,
     }
-    blocks = spec.sync.mix == "GlobalM1LocalM2"
-    mix2 = Groups(spec.sync.mix_group) if blocks else None
     mixed = frozenset(p for p, part in enumerate(outer_parts(spec)) if part.spans)
-    return GossipPlan(mix1=mix1[spec.sync.mix], mix2=mix2, seed=run_id, mix2_fragments=mixed)
+    return GossipPlan(
+        mix1=mix1[spec.sync.mix],
+        mix2=_blocking_mix(spec),
+        seed=run_id,
+        by_quorum=spec.sync.strategy == "factored",
+        mix2_fragments=mixed,
+    )
+
+
+def _blocking_mix(spec: RunSpec) -> Topology | None:
+    if spec.sync.strategy == "factored":
+        return Groups(GLOBAL_MEMBERS_MAX)
+    return Groups(spec.sync.mix_group) if spec.sync.mix == "GlobalM1LocalM2" else None
 
 
 def outer_parts(spec: RunSpec) -> tuple[Part, ...]:
@@ -139,7 +150,7 @@ def _mixes_below_quorum(spec: RunSpec) -> bool:
 
 def mixing_of(spec: RunSpec, holdings: Holdings, me: PeerId) -> Mixing | None:
     """The arithmetic of a run that gossips, always or below its quorum."""
-    if spec.sync.strategy != "gossip" and not _mixes_below_quorum(spec):
+    if not spec.sync.gossips and not _mixes_below_quorum(spec):
         return None
     settings = MixSettings(
         me=me,

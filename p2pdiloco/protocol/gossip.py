@@ -4,7 +4,7 @@ Factored Gossip DiLoCo (arXiv 2606.22768), per fragment:
 
     TRAINING    partners swap their starts of the round (Mix1) behind H inner steps
     CUTTING     where there is a Mix2, the learner stands still, and hands out its outer gradient
-    MIXING      partners swap outer gradients
+    MIXING      partners swap outer gradients, until all have or the wait is over
     FINISHING   the outer step is made; the learner goes on from there with the next round
 
 Rounds are counted alike by all: `Head.version` is the round of a fragment, and a node whose median
@@ -13,6 +13,15 @@ has done H steps in it, as under a synchronizer. There is no lineage and nothing
 node mixes with follows from the members that it knows (`topology.py`), and an exchange counts only
 if both ends have it (`links.py`). Where the paper waits for a late Mix1, we go on stepping until it
 is settled: the round becomes longer, the learner waits for nobody.
+
+A blocking mix is of a group, for each of whom the learner waits, half a period at most; or, where
+the run says so (`factored`), of a quorum: of everybody, where the learner waits for K outer
+gradients, its own among them, and then for the grace window of a synchronizer's round
+(`pacing.grace_s`); who is not there by then is the identity. Each member closes its window by
+itself, and the links see to it that both ends count the same. A merge of a quorum with records, as
+under a synchronizer, would not do: a record vouches for the state that its merge leads to, and one
+that was mixed with partners is like nobody else's. The paper's Mix2 is of all or of a fixed group,
+and says nothing of partners that are late.
 """
 
 import statistics
@@ -29,7 +38,7 @@ from p2pdiloco.protocol.ledger import NOT_ASKED
 from p2pdiloco.protocol.lineage import Chain
 from p2pdiloco.protocol.links import Links
 from p2pdiloco.protocol.naming import MixId, PeerId, sentence
-from p2pdiloco.protocol.pacing import steps_due
+from p2pdiloco.protocol.pacing import grace_s, steps_due
 from p2pdiloco.protocol.register import Pursuit, Register
 from p2pdiloco.protocol.state import NodeState, RoundOutcome
 from p2pdiloco.protocol.topology import ALONE, GossipPlan, Row, Topology
@@ -46,6 +55,10 @@ this; or after the time that its own start took to get here three times over, if
 BLOCKED_MIN_S = 2.0
 """A partner that hands out no outer gradient, while our learner stands still, is given up after
 half a period, at least this: two heartbeats.
+"""
+LAST_WORD_S = 1.5
+"""Beyond the grace window, for the word of a partner whose outer gradient we have: it may count the
+exchange already. The word is repeated each second.
 """
 LEAP_MAX = 1000
 """Rounds that a node jumps forward at most: nobody uses the numbers up by announcing a high one."""
@@ -80,6 +93,8 @@ class GossipRound:
     outers: Links | None = None
     due_since: float | None = None
     cut_at: float = 0.0
+    grace_until: float | None = None
+    closed_at: float = 0.0
     next_version: int = 0
     tokens: int = 0
 
@@ -108,6 +123,17 @@ class Gossiper:
         """Whom we exchange starts with at the moment."""
         open_rounds = [round_ for round_ in self.rounds if round_]
         return sorted({peer for round_ in open_rounds for peer in round_.starts.partners})
+
+    @property
+    def deadline(self) -> float | None:
+        """When the next grace window ends."""
+        limits = (
+            self._limit(round_, peer)
+            for round_ in self.rounds
+            if round_ and round_.stage is Stage.MIXING and round_.outers and round_.grace_until
+            for peer in round_.outers.waiting_for()
+        )
+        return min(limits, default=None)
 
     # ---------------------------------------------------------------- getting a first state
 
@@ -335,6 +361,28 @@ class Gossiper:
             limit_s = patience_s * (2 if links.is_arriving(peer) else 1)
             if node.now > round_.cut_at + limit_s:
                 links.give_up(peer, "its outer gradient did not come in time")
+        if self.plan.by_quorum:
+            self._keep_to_the_grace_window(round_, links)
+
+    def _keep_to_the_grace_window(self, round_: GossipRound, links: Links) -> None:
+        node, times = self.node, self.node.config.times
+        if round_.grace_until is None and len(links.whole().partners) + 1 >= times.quorum:
+            quorum_s = node.now - round_.cut_at
+            node.clocks.quorum_s.add(quorum_s)
+            grace = grace_s(times, node.swarm_step_s(), quorum_s, node.clocks.sync_s.value)
+            round_.grace_until = node.now + grace
+        if round_.grace_until is None:
+            return
+        for peer in links.waiting_for():
+            if node.now >= self._limit(round_, peer):
+                links.give_up(peer, "the grace window was over")
+                self._tell(peer, [links.link(peer)])
+
+    @staticmethod
+    def _limit(round_: GossipRound, peer: PeerId) -> float:
+        """Until when this partner is waited for, once there is a quorum."""
+        assert round_.outers and round_.grace_until is not None
+        return round_.grace_until + (LAST_WORD_S if round_.outers.has(peer) else 0.0)
 
     def _end(self, register: Register, round_: GossipRound) -> None:
         node, plan = self.node, self.plan
@@ -358,6 +406,7 @@ class Gossiper:
 
     def _finish(self, register: Register, round_: GossipRound) -> None:
         round_.stage, round_.next_version = Stage.FINISHING, self._next_version(register)
+        round_.closed_at = self.node.now
         self.node.do(
             FinishRound(
                 register.index,
@@ -396,6 +445,8 @@ class Gossiper:
             )
             if finishing and stepped:
                 finishing.tokens = event.tokens
+                if finishing.outers:
+                    node.clocks.sync_s.add(node.now - finishing.closed_at)
         register.installed, register.steps = event.version, 0
 
     def _finished(self, event: events.RoundFinished) -> None:
@@ -421,7 +472,7 @@ class Gossiper:
         """The outer gradients are gone; a round that it has gone on from is finished without it."""
         for round_ in self.rounds:
             if round_ and round_.stage in (Stage.CUTTING, Stage.MIXING):
-                round_.stage, round_.outers = Stage.TRAINING, None
+                round_.stage, round_.outers, round_.grace_until = Stage.TRAINING, None, None
 
     def _unfinished(self, event: events.RoundUnfinished) -> None:
         """The learner died, or values went wrong: it trains on from the start of the round."""
@@ -433,13 +484,14 @@ class Gossiper:
         if round_.tokens:
             node.ledger.revise(register.index, round_.next_version, 0, sentence(event.reason))
         round_.stage, round_.outers, round_.tokens = Stage.TRAINING, None, 0
+        round_.grace_until = None
         register.handed = None
         contributor.hand_over(node, register)
 
     def _outcome(self, round_: GossipRound) -> RoundOutcome:
         node, links = self.node, round_.starts
         counted = links.whole().partners
-        blocked = f", then {len(round_.outers.whole().partners)}" if round_.outers else ""
+        blocked = _blocked(round_.outers) if round_.outers else ""
         missing = "; ".join(f"{p[-8:]}: {why}" for p, why in sorted(links.failures().items()))
         reason = f"mixed with {len(counted)} of {len(links.partners)} partners{blocked}"
         assert round_.due_since is not None
@@ -455,3 +507,10 @@ class Gossiper:
             at=node.now,
             duration_s=node.now - round_.due_since,
         )
+
+
+def _blocked(outers: Links) -> str:
+    """What came of the mix that the learner stood still for."""
+    missing = "; ".join(f"{p[-8:]}: {why}" for p, why in sorted(outers.failures().items()))
+    told = f", then {len(outers.whole().partners)} of {len(outers.partners)}"
+    return f"{told} ({missing})" if missing else told

@@ -93,6 +93,9 @@ class Links:
     def has_offered(self, peer: PeerId) -> bool:
         return self._ends[peer].offered
 
+    def has(self, peer: PeerId) -> bool:
+        return self._ends[peer].have
+
     def is_arriving(self, peer: PeerId) -> bool:
         return self._ends[peer].asked
 

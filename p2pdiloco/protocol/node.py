@@ -118,7 +118,9 @@ class Node:
         """When to call `handle` with Woke if nothing happens before; None after leaving."""
         if self.state.gone:
             return None
-        rounds = (r.round.deadline for r in self.state.registers if r.round)
+        rounds = [r.round.deadline for r in self.state.registers if r.round]
+        if self.gossiper:
+            rounds.append(self.gossiper.deadline)
         return min([self._next_heartbeat, *(d for d in rounds if d is not None)])
 
     @property

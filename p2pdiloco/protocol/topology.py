@@ -90,6 +90,10 @@ class GossipPlan:
     mix1: Topology
     mix2: Topology | None
     seed: str
+    by_quorum: bool = False
+    """Whether the learner waits for a quorum of outer gradients and the grace window from then on;
+    else for all partners, for half a period at most.
+    """
     mix2_fragments: frozenset[int] | None = None
     """None for all."""
 

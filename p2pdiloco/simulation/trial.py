@@ -66,12 +66,14 @@ def finish(world: World) -> None:
     checkers.ledgers_meet_lineages()
 
 
-MIXES: tuple[tuple[Topology, Topology | None], ...] = (
-    (PAIRS, None),
-    (hypercube, None),
-    (everybody, None),
-    (everybody, PAIRS),
+MIXES: tuple[tuple[Topology, Topology | None, bool], ...] = (
+    (PAIRS, None, False),
+    (hypercube, None, False),
+    (everybody, None, False),
+    (everybody, PAIRS, False),
+    (hypercube, everybody, True),
 )
+"""Mix1, Mix2, and whether that ends by a quorum."""
 MIXED_S = 60.0
 """After the last fault, everybody has mixed again within this: some rounds, in which the partner
 may be one that is left alone for wrong bytes, or missing (of five in a hypercube one mixes in every
@@ -87,15 +89,16 @@ who came back from a long absence is further off for some rounds."""
 def run_gossip_trial(seed: int, trace: Callable[[float, str, str], None] | None = None) -> World:
     """The same for a swarm without a synchronizer."""
     rng = random.Random(seed)
-    mix1, mix2 = rng.choice(MIXES)
+    mix1, mix2, by_quorum = rng.choice(MIXES)
     swarm = Swarm(
         num_machines=rng.randint(3, 6),
         num_fragments=rng.randint(2, 3),
         inner_steps=rng.choice((6, 10)),
+        quorum=2,
         links=rng.choice((HALL_LINKS, HOME_LINKS)),
         payload_bytes=rng.choice((30_000, 200_000)),
         state_bytes=400_000,
-        gossip=GossipPlan(mix1=mix1, mix2=mix2, seed=str(seed)),
+        gossip=GossipPlan(mix1=mix1, mix2=mix2, seed=str(seed), by_quorum=by_quorum),
     )
     world = World(seed, swarm, trace)
     world.start_all(spread_s=rng.choice((0.5, 6.0)))

@@ -128,8 +128,11 @@ def test_a_node_is_killed_and_the_others_agree(tmp_path: Path) -> None:
     assert outcome["merges"] >= 18
 
 
-def test_nodes_that_gossip_go_on_without_one_and_stay_near_each_other(tmp_path: Path) -> None:
-    outcome = outcome_with_a_kill(tmp_path, "--strategy", "gossip")
+@pytest.mark.parametrize("strategy", ["gossip", "factored"])
+def test_nodes_that_gossip_go_on_without_one_and_stay_near_each_other(
+    tmp_path: Path, strategy: str
+) -> None:
+    outcome = outcome_with_a_kill(tmp_path, "--strategy", strategy)
     assert outcome["gossips"] is True and outcome["anchors_identical"] is False
     assert 0 < outcome["disagreement"] < 0.2
     living = [node for node in outcome["nodes"] if node["end"] is None]

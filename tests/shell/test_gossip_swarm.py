@@ -25,13 +25,14 @@ from p2pdiloco.protocol.topology import PAIRS, GossipPlan, everybody, hypercube
 MINUTE = 60.0
 
 
-def plan(mix1: str = "hypercube", *, blocks: bool = False) -> GossipPlan:
+def plan(mix1: str = "hypercube", *, blocks: bool = False, by_quorum: bool = False) -> GossipPlan:
     named = {"hypercube": hypercube, "everybody": everybody, "pairs": PAIRS}[mix1]
     blocking = [f.index for f in FRAGMENTS if any(s.name in OUTER_TENSORS for s in f.slots)]
     return GossipPlan(
         mix1=named,  # type: ignore[arg-type]
-        mix2=PAIRS if blocks else None,
+        mix2=everybody if by_quorum else PAIRS if blocks else None,
         seed="test",
+        by_quorum=by_quorum,
         mix2_fragments=frozenset(blocking),
     )
 
@@ -97,6 +98,53 @@ def test_a_blocking_mix_brings_nodes_nearer_at_the_price_of_standing_still(
         assert_ledgers_add_up(swarm)
 
     play_swarm(tmp_path, scenario, gossip=plan("everybody", blocks=True))
+
+
+def test_a_quorum_that_all_reach_gives_all_the_same_outer_steps(tmp_path: Path) -> None:
+    """Momenta agree; starts do but for their codec; nobody waits for long."""
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start(A, B, C)
+        await swarm.train(2 * MINUTE)
+        steps = [living.learner.steps_total for living in swarm.nodes.values()]
+        await swarm.settle()
+        assert min(steps) > 0.6 * 2 * MINUTE / 0.5
+        assert min(swarm.versions()) >= 12
+        blocked = {f.index for f in FRAGMENTS if any(s.name in OUTER_TENSORS for s in f.slots)}
+        for living in swarm.nodes.values():
+            rounds = [r.reason for r in living.node.state.rounds if r.fragment in blocked]
+            assert sum("then 2 of 2" in reason for reason in rounds) > 0.8 * len(rounds), rounds
+            states = [living.holdings.replica.state(p) for p in sorted(blocked)]
+            assert max(float(np.abs(s.anchor - TARGET).max()) for s in states if s) < 0.2
+        momenta = [
+            np.concatenate(
+                [s.momentum for p in sorted(blocked) if (s := n.holdings.replica.state(p))]
+            )
+            for n in swarm.nodes.values()
+        ]
+        assert max(float(np.abs(m - momenta[0]).max()) for m in momenta) < 0.01
+        assert_ledgers_add_up(swarm)
+
+    play_swarm(tmp_path, scenario, gossip=plan(by_quorum=True), times=replace(TIMES, quorum=3))
+
+
+def test_a_node_that_hangs_costs_the_others_a_grace_window_until_it_is_gone(
+    tmp_path: Path,
+) -> None:
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start(A, B, C)
+        await swarm.train(MINUTE)
+        swarm.network.hung.add(C)
+        before = swarm.nodes[A].learner.steps_total, swarm.nodes[A].versions
+        await swarm.train(MINUTE)
+        steps = swarm.nodes[A].learner.steps_total - before[0]
+        assert steps > 0.5 * MINUTE / 0.5
+        assert min(swarm.nodes[A].versions) >= min(before[1]) + 4
+        reasons = " ".join(r.reason for r in swarm.nodes[A].node.state.rounds)
+        assert "then 1 of 1" in reasons
+        assert_ledgers_add_up(swarm)
+
+    play_swarm(tmp_path, scenario, gossip=plan(by_quorum=True), times=replace(TIMES, quorum=2))
 
 
 def test_a_node_that_is_alone_goes_on_and_is_joined(tmp_path: Path) -> None:

@@ -44,6 +44,13 @@ def test_the_instances_have_the_papers_names(mix: str, mix1: object, mix2: objec
     assert plan and (plan.mix1, plan.mix2, plan.seed) == (mix1, mix2, "run")
 
 
+def test_a_factored_run_gossips_its_starts_and_waits_for_a_quorum_of_all() -> None:
+    plan = gossip_plan(spec_of(strategy="factored"), "run")
+    assert plan and (plan.mix1, plan.mix2, plan.by_quorum) == (hypercube, Groups(16), True)
+    gossip = gossip_plan(spec_of(strategy="gossip"), "run")
+    assert gossip and not gossip.by_quorum
+
+
 def test_only_the_ends_of_the_model_are_waited_for_where_the_run_says_so() -> None:
     spec = spec_of(strategy="gossip", mix="GlobalM1LocalM2", mix2_tensors="ends")
     names = {slot.name for part in outer_parts(spec) for slot in part.layout.slots}

@@ -20,12 +20,20 @@ def name(index: int) -> PeerId:
 
 
 def world_of(
-    num_machines: int, mix1: Topology, mix2: Topology | None = None, seed: int = 1
+    num_machines: int,
+    mix1: Topology,
+    mix2: Topology | None = None,
+    seed: int = 1,
+    *,
+    quorum: int | None = None,
 ) -> World:
-    """Machines of nearly the same speed in a network that loses nothing, all just starting."""
-    plan = GossipPlan(mix1=mix1, mix2=mix2, seed="test")
+    """Machines of nearly the same speed in a network that loses nothing, all just starting. With a
+    `quorum`, Mix2 ends by it.
+    """
+    plan = GossipPlan(mix1=mix1, mix2=mix2, seed="test", by_quorum=quorum is not None)
     swarm = Swarm(
         num_machines=num_machines,
+        quorum=quorum or 1,
         num_fragments=2,
         network=Quality(),
         step_spread=0.1,
@@ -97,7 +105,35 @@ def test_a_blocking_mix_narrows_what_members_differ_by() -> None:
     assert spreads[1] < 0.1 * spreads[0]
 
 
+def test_a_quorum_of_all_makes_gossip_agree_as_diloco_does() -> None:
+    world = world_of(4, hypercube, everybody, quorum=4)
+    world.run(until=60.0)
+    world.settle()
+    world.run(until=80.0)
+    world.checkers.all_settled()
+    assert sum(world.mixings.spread(p) for p in range(2)) < 1e-12
+    assert all(m.node and m.node.state.merges >= 16 for m in world.up)
+    assert world.mixings.one_sided(0.0, 60.0) == 0
+
+
 # -------------------------------------------------------------------- something goes wrong
+
+
+def test_who_is_too_slow_for_the_quorum_costs_a_grace_window_and_does_not_drift_away() -> None:
+    """One needs twenty times as long for a step as the others, which wait for it for at most
+    gamma tau = 1.6 steps in each of the two rounds of 8; it comes back to them by their starts.
+    """
+    world = world_of(4, hypercube, everybody, quorum=2)
+    slow, *quick = world.machines.values()
+    slow.learner.step_s *= 20
+    world.run(until=150.0)
+    for machine in quick:
+        assert machine.learner.steps_total > 8 / (8 + 2 * 2) * 150.0 / machine.learner.step_s - 15
+        assert machine.node and machine.node.state.rounds
+        left_out = [r for r in machine.node.state.rounds if "grace window was over" in r.reason]
+        assert len(left_out) > len(machine.node.state.rounds) // 2
+    assert max(world.mixings.spread(p) for p in range(2)) < 3.0
+    assert world.mixings.one_sided(0.0, 140.0) == 0
 
 
 def test_both_sides_of_a_partition_train_and_mix_again_afterwards() -> None:

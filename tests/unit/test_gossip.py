@@ -20,7 +20,7 @@ from protocol_builders import (
 
 from p2pdiloco.protocol import actions, events
 from p2pdiloco.protocol.actions import CutRound, FetchMix, FinishRound, OpenMix, Send
-from p2pdiloco.protocol.gossip import BLOCKED_MIN_S, LEAP_MAX, PATIENCE_S, Stage
+from p2pdiloco.protocol.gossip import BLOCKED_MIN_S, LAST_WORD_S, LEAP_MAX, PATIENCE_S, Stage
 from p2pdiloco.protocol.lineage import Chain
 from p2pdiloco.protocol.naming import MixId, PeerId
 from p2pdiloco.protocol.node import UNSAVED
@@ -29,6 +29,7 @@ from p2pdiloco.protocol.wire import Head, Link, LinkStage, Mixing, pack, unpack
 
 PLAN = GossipPlan(mix1=everybody, mix2=None, seed="seed")
 BLOCKING = GossipPlan(mix1=everybody, mix2=PAIRS, seed="seed")
+FACTORED = GossipPlan(mix1=PAIRS, mix2=everybody, seed="seed", by_quorum=True)
 H = 12
 
 
@@ -36,10 +37,10 @@ def heads(version: int) -> tuple[Head, Head]:
     return tuple(Head(version, digest("state", version, p), 0) for p in (0, 1))  # type: ignore[return-value]
 
 
-def gossiping(*peers: PeerId, plan: GossipPlan = PLAN, version: int = 3) -> Script:
+def gossiping(*peers: PeerId, plan: GossipPlan = PLAN, version: int = 3, quorum: int = 1) -> Script:
     """A node in a round of both fragments, among peers that are in it too."""
     chains = [Chain(version, digest("own", version, p)) for p in (0, 1)]
-    script = Script(make_node(A, chains=chains, gossip=plan))
+    script = Script(make_node(A, chains=chains, gossip=plan, quorum=quorum))
     script.do(events.PeersFound(peers), events.LearnerStarted())
     script.do(*(events.FragmentInstalled(p, version, 0) for p in (0, 1)))
     script.beat(*peers, heads=heads(version))
@@ -303,6 +304,88 @@ def test_a_round_whose_values_went_wrong_is_lost_by_name() -> None:
     assert totals.lost == {"a state whose values are not finite": 100 * H} and totals.adds_up
 
 
+# -------------------------------------------------------------------- a quorum
+
+
+def cut_among_three(quorum: int) -> Script:
+    """Round 3 of fragment 0, which nobody has mixed starts in, has ended at 0.5 s a step, and the
+    outer gradient lies ready.
+    """
+    script = gossiping(B, C, plan=FACTORED, quorum=quorum)
+    script.now += 0.5
+    script.beat(B, C, heads=heads(3), local_steps=(H, 0), step_s=0.5)
+    assert CutRound(0, 3, (B, C)) in script.do(steps())
+    script.do(events.RoundCut(0, 3))
+    return script
+
+
+def swap_outers(script: Script, peer: PeerId) -> list[actions.Action]:
+    script.hear(peer, says("open", part="outer", weight=1 / 3))
+    fetched = script.do(events.MixFetched(MixId(0, 3, "outer"), peer))
+    return [*fetched, *script.hear(peer, says("half", part="outer", weight=1 / 3))]
+
+
+def finishes(done: list[actions.Action]) -> list[dict[PeerId, float]]:
+    """Whose outer gradients count where fragment 0's round is finished."""
+    return [
+        dict(a.outers.partners)
+        for a in done
+        if isinstance(a, FinishRound) and a.fragment == 0 and a.outers
+    ]
+
+
+def test_a_round_ends_at_once_when_all_outer_gradients_are_there() -> None:
+    script = cut_among_three(quorum=2)
+    assert finishes(swap_outers(script, B)) == []
+    assert finishes(swap_outers(script, C)) == [{B: 1 / 3, C: 1 / 3}]
+
+
+def test_from_the_quorum_on_a_learner_waits_for_the_grace_window_alone() -> None:
+    """gamma (tau step - what the quorum took) is 0.8 s for tau 2 and steps of 0.5 s."""
+    script = cut_among_three(quorum=2)
+    swap_outers(script, B)
+    ends = script.now + 0.8 * 2 * 0.5
+    assert script.node.deadline == ends
+    assert finishes(script.wait(0.7)) == []
+    done = script.wait(0.2)
+    assert finishes(done) == [{B: 1 / 3}]
+    assert told(done, "outer") == [(C, "void")]
+
+
+def test_without_a_quorum_it_waits_half_a_period() -> None:
+    script = cut_among_three(quorum=2)
+    assert script.node.gossiper and script.node.gossiper.deadline is None
+    assert finishes(script.wait(BLOCKED_MIN_S)) == []
+    script.beat(B, C, heads=heads(3), local_steps=(H, 0), step_s=0.5)
+    assert finishes(script.wait(H * 0.5 / 2)) == [{}]
+
+
+def test_who_has_ours_has_the_last_word_after_the_window() -> None:
+    script = cut_among_three(quorum=2)
+    swap_outers(script, B)
+    script.hear(C, says("open", part="outer", weight=1 / 3))
+    script.do(events.MixFetched(MixId(0, 3, "outer"), C))
+    assert finishes(script.wait(0.9)) == []
+    assert finishes(script.hear(C, says("half", part="outer"))) == [{B: 1 / 3, C: 1 / 3}]
+
+
+def test_a_last_word_that_does_not_come_is_not_waited_for_long() -> None:
+    script = cut_among_three(quorum=1)
+    script.hear(C, says("open", part="outer", weight=1 / 3))
+    script.do(events.MixFetched(MixId(0, 3, "outer"), C))
+    assert finishes(script.wait(1.0)) == []
+    assert finishes(script.wait(LAST_WORD_S)) == [{}]
+
+
+def test_a_round_tells_who_was_left_out_and_why() -> None:
+    script = cut_among_three(quorum=2)
+    swap_outers(script, B)
+    finish_rounds(script, *[a for a in script.wait(0.9) if isinstance(a, FinishRound)])
+    (told_of,) = [r.reason for r in script.node.state.rounds]
+    assert "then 1 of 2 (cleo: the grace window was over)" in told_of, told_of
+    assert script.node.state.clocks.sync_s.value is not None
+
+
 # -------------------------------------------------------------------- joining, restarting, leaving
 
 
@@ -354,6 +437,7 @@ def test_a_node_that_settles_ends_what_it_has_begun_and_begins_nothing() -> None
 # -------------------------------------------------------------------- anything at all
 
 
+PLANS = [PLAN, BLOCKING, FACTORED]
 LINKS = st.builds(
     Link,
     fragment=st.integers(0, 3),
@@ -364,11 +448,13 @@ LINKS = st.builds(
 )
 
 
-@given(st.lists(LINKS, min_size=1, max_size=3), st.integers(0, 2**32), st.booleans())
+@given(st.lists(LINKS, min_size=1, max_size=3), st.integers(0, 2**32), st.sampled_from(PLANS))
 @settings(max_examples=60, deadline=None)
-def test_whatever_partners_say_the_node_goes_on(links: list[Link], seed: int, blocks: bool) -> None:
+def test_whatever_partners_say_the_node_goes_on(
+    links: list[Link], seed: int, plan: GossipPlan
+) -> None:
     rng = random.Random(seed)
-    script = gossiping(B, C, plan=BLOCKING if blocks else PLAN)
+    script = gossiping(B, C, plan=plan)
     for _ in range(8):
         message = Mixing(tuple(rng.choices(links, k=2)))
         assert unpack(pack(message)) == message

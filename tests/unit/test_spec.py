@@ -65,6 +65,13 @@ def test_diloco_merges_the_whole_model_at_once() -> None:
         SyncSpec(strategy="diloco")
 
 
+def test_a_factored_run_names_its_first_mix_alone() -> None:
+    assert SyncSpec(strategy="factored").gossips and SyncSpec(strategy="gossip").gossips
+    assert not SyncSpec().gossips
+    with pytest.raises(ValidationError, match="mix must name one mix for factored"):
+        SyncSpec(strategy="factored", mix="GlobalM1LocalM2")
+
+
 def test_only_quorum_can_be_paced() -> None:
     with pytest.raises(ValidationError, match="pacing must be fixed for gossip"):
         SyncSpec(strategy="gossip", pacing="calibrated", slack_steps=4)
