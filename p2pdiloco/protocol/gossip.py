@@ -64,6 +64,8 @@ LEAP_MAX = 1000
 """Rounds that a node jumps forward at most: nobody uses the numbers up by announcing a high one."""
 
 
+REPLACED = "in a state that was damaged, before anybody else had it"
+
 MixEvent = (
     events.MixFetched
     | events.MixFailed
@@ -96,7 +98,6 @@ class GossipRound:
     grace_until: float | None = None
     closed_at: float = 0.0
     next_version: int = 0
-    tokens: int = 0
 
     def links(self, part: str) -> Links | None:
         return self.starts if part == "start" else self.outers
@@ -169,6 +170,8 @@ class Gossiper:
         """A whole state was loaded, of a member, of the owner, or from our own disk."""
         node, register = self.node, self.node.registers[event.fragment]
         assert register.pursuit and event.record is None
+        own = register.pursuit.source == node.me
+        node.ledger.lose_carried(register.index, event.version if own else -1, REPLACED)
         register.chain = Chain(event.version, event.state_digest)
         register.newest_seen = event.version
         register.pursuit, register.failures = None, 0
@@ -433,21 +436,30 @@ class Gossiper:
         assert event.tokens == pending, f"the learner counted {event.tokens} tokens, we {pending}"
         round_ = self.rounds[register.index]
         finishing = round_ if round_ and round_.stage is Stage.FINISHING else None
-        if register.installed is not None:
-            stepped = finishing is not None and event.version == finishing.next_version
+        if finishing and event.version == finishing.next_version:
+            node.ledger.carry(register.index, event.version)
+            if finishing.outers:
+                node.clocks.sync_s.add(node.now - finishing.closed_at)
+        elif register.installed is not None:
             node.ledger.settle(
                 register.index,
-                event.version if stepped else register.installed + 1,
-                merged=event.tokens if stepped else 0,
+                register.installed + 1,
+                merged=0,
                 offered=0,
                 kind="lost",
                 reason=NOT_ASKED,
             )
-            if finishing and stepped:
-                finishing.tokens = event.tokens
-                if finishing.outers:
-                    node.clocks.sync_s.add(node.now - finishing.closed_at)
         register.installed, register.steps = event.version, 0
+
+    def _share(self, round_: GossipRound) -> None:
+        """Tokens are merged once a partner has them: those of earlier rounds with our start, those
+        of this one with our outer gradient.
+        """
+        p, ledger = round_.starts.mix.fragment, self.node.ledger
+        if round_.outers and round_.outers.whole().partners:
+            ledger.share(p, round_.next_version)
+        elif round_.starts.whole().partners:
+            ledger.share(p, round_.round)
 
     def _finished(self, event: events.RoundFinished) -> None:
         node, register = self.node, self.node.registers[event.fragment]
@@ -462,8 +474,9 @@ class Gossiper:
             contributor.hand_over(node, register)
             return
         self._before[register.index], self.rounds[register.index] = round_, None
-        node.merges += 1
+        self._share(round_)
         outcome = self._outcome(round_)
+        node.merges += outcome.outcome == "mixed"
         node.rounds.append(outcome)
         node.note(f"fragment {register.index}, round {round_.round}: {outcome.reason}")
         contributor.hand_over(node, register)
@@ -481,10 +494,8 @@ class Gossiper:
         if not round_ or round_.round != event.round or round_.stage is Stage.TRAINING:
             return
         node.note(f"fragment {register.index}, round {round_.round}: {sentence(event.reason)}")
-        if round_.tokens:
-            node.ledger.revise(register.index, round_.next_version, 0, sentence(event.reason))
-        round_.stage, round_.outers, round_.tokens = Stage.TRAINING, None, 0
-        round_.grace_until = None
+        node.ledger.lose_carried(register.index, register.version, sentence(event.reason))
+        round_.stage, round_.outers, round_.grace_until = Stage.TRAINING, None, None
         register.handed = None
         contributor.hand_over(node, register)
 
@@ -492,6 +503,8 @@ class Gossiper:
         node, links = self.node, round_.starts
         counted = links.whole().partners
         blocked = _blocked(round_.outers) if round_.outers else ""
+        outers = round_.outers.whole().partners if round_.outers else {}
+        others = {*counted, *outers}
         missing = "; ".join(f"{p[-8:]}: {why}" for p, why in sorted(links.failures().items()))
         reason = f"mixed with {len(counted)} of {len(links.partners)} partners{blocked}"
         assert round_.due_since is not None
@@ -501,8 +514,8 @@ class Gossiper:
             term=0,
             attempt=0,
             synchronizer=node.me,
-            contributors=tuple(sorted([node.me, *counted])),
-            outcome="mixed" if counted else "alone",
+            contributors=tuple(sorted([node.me, *others])),
+            outcome="mixed" if others else "alone",
             reason=sentence(f"{reason}; {missing}" if missing else reason),
             at=node.now,
             duration_s=node.now - round_.due_since,

@@ -8,6 +8,10 @@ it can be merged into one and lost from another. Tokens trained on version v of 
 version v + 1 that they could have become part of. What the record of v + 1 on this node's lineage
 says of this node is merged; the rest has a reason. When the lineage changes, the settlement is
 revised.
+
+Where there is no lineage, tokens are *carried* from the round that they were trained in, in this
+node's own state, until another node has mixed that state into its own: pending until then, and
+merged from then on.
 """
 
 from collections import Counter
@@ -19,6 +23,8 @@ from p2pdiloco.protocol.lineage import RECORDS_KEPT
 
 OVERLAP = "trained between snapshot and receipt, then overwritten"
 NOT_ASKED = "not in any round before the fragment was overwritten"
+CARRIED_MAX = RECORDS_KEPT
+"""Versions of a fragment in which tokens are carried; those of the oldest are counted together."""
 BRANCH = "merged on a lineage that lost"
 
 
@@ -91,6 +97,8 @@ class Ledger:
 
     def __init__(self, num_fragments: int):
         self.pending = [0] * num_fragments
+        self.carried: list[dict[int, int]] = [{} for _ in range(num_fragments)]
+        """For each fragment, by the version that was made of them."""
         self._processed = 0
         self._merged = 0
         self._fates: Counter[tuple[str, str]] = Counter()
@@ -130,16 +138,45 @@ class Ledger:
             self._processed += settlement.revise(merged, reason)
             self._deposit(fragment, version, settlement)
 
+    def carry(self, fragment: int, version: int) -> None:
+        """Everything pending is in this node's state of `version`, and in nobody else's."""
+        carried, tokens = self.carried[fragment], self.pending[fragment]
+        self.pending[fragment] = 0
+        if tokens:
+            carried[version] = carried.get(version, 0) + tokens
+        if len(carried) > CARRIED_MAX:
+            oldest, next_oldest = sorted(carried)[:2]
+            carried[next_oldest] += carried.pop(oldest)
+
+    def share(self, fragment: int, version: int) -> None:
+        """Another node has mixed our state of `version`: what was carried in it is merged."""
+        for made in [v for v in self.carried[fragment] if v <= version]:
+            tokens = self.carried[fragment].pop(made)
+            settlement = self._withdraw(fragment, made)
+            settlement.add(tokens, tokens, tokens, "lost", NOT_ASKED)
+            self._deposit(fragment, made, settlement)
+
     def lose_after(self, fragment: int, version: int, reason: str) -> None:
-        """What was merged into later versions is lost: this node does not hold them any more."""
+        """What was merged into or is carried in later versions is lost: this node does not hold
+        them any more.
+        """
         for later in [v for v in self._recent[fragment] if v > version]:
             self.revise(fragment, later, 0, reason)
+        self.lose_carried(fragment, version, reason)
+
+    def lose_carried(self, fragment: int, version: int, reason: str) -> None:
+        """The same for what is carried alone."""
+        for later in [v for v in self.carried[fragment] if v > version]:
+            tokens = self.carried[fragment].pop(later)
+            settlement = self._withdraw(fragment, later)
+            settlement.add(tokens, 0, tokens, "lost", reason)
+            self._deposit(fragment, later, settlement)
 
     def totals(self) -> Totals:
         split: dict[str, dict[str, int]] = {"rejected": {}, "lost": {}}
         for (kind, reason), tokens in sorted(self._fates.items()):
             split[kind][reason] = tokens
-        pending = sum(self.pending)
+        pending = sum(self.pending) + sum(sum(each.values()) for each in self.carried)
         return Totals(self._processed, self._merged, pending, split["rejected"], split["lost"])
 
     def _withdraw(self, fragment: int, version: int) -> Settlement:
@@ -167,6 +204,7 @@ class Ledger:
         return {
             "processed": self._processed,
             "pending": list(self.pending),
+            "carried": [{str(v): n for v, n in each.items()} for each in self.carried],
             "forgotten": list(self._forgotten),
             "old": _saved(self._old),
             "recent": [dict(saved) for saved in self._saved],
@@ -180,6 +218,10 @@ class Ledger:
         ledger = cls(len(saved["pending"]))
         ledger._processed = int(saved["processed"])
         ledger.pending = [int(tokens) for tokens in saved["pending"]]
+        ledger.carried = [
+            {int(version): int(tokens) for version, tokens in each.items()}
+            for each in saved["carried"]
+        ]
         ledger._forgotten = [int(version) for version in saved["forgotten"]]
         ledger._old = _loaded(saved["old"])
         ledger._merged, ledger._fates = ledger._old.merged, Counter(ledger._old.fates)
@@ -187,7 +229,8 @@ class Ledger:
             for version, settlement in recent.items():
                 ledger._deposit(fragment, int(version), _loaded(settlement))
         totals = ledger.totals()
-        if not totals.adds_up or min(ledger.pending, default=0) < 0 or totals.merged < 0:
+        counts = [*ledger.pending, *(n for each in ledger.carried for n in each.values())]
+        if not totals.adds_up or min(counts, default=0) < 0 or totals.merged < 0:
             raise ValueError(f"a ledger that does not add up: {totals}")
         return ledger
 

@@ -20,7 +20,14 @@ from protocol_builders import (
 
 from p2pdiloco.protocol import actions, events
 from p2pdiloco.protocol.actions import CutRound, FetchMix, FinishRound, OpenMix, Send
-from p2pdiloco.protocol.gossip import BLOCKED_MIN_S, LAST_WORD_S, LEAP_MAX, PATIENCE_S, Stage
+from p2pdiloco.protocol.gossip import (
+    BLOCKED_MIN_S,
+    LAST_WORD_S,
+    LEAP_MAX,
+    PATIENCE_S,
+    REPLACED,
+    Stage,
+)
 from p2pdiloco.protocol.lineage import Chain
 from p2pdiloco.protocol.naming import MixId, PeerId
 from p2pdiloco.protocol.node import UNSAVED
@@ -202,12 +209,36 @@ def test_a_swarm_that_takes_no_steps_does_not_hold_us() -> None:
     assert {a.fragment for a in done if isinstance(a, FinishRound)} == {0, 1}
 
 
-def test_the_tokens_of_a_round_are_merged_when_the_learner_goes_on() -> None:
+def test_tokens_of_a_round_that_nobody_has_mixed_in_are_not_merged() -> None:
     script = gossiping()
     finish_rounds(script, *script.do(steps()))
     totals = script.node.state.ledger.totals()
-    assert totals.merged == totals.processed == 2 * 100 * H and not totals.lost
+    assert totals.pending == totals.processed == 2 * 100 * H
     assert [r.version for r in script.node.state.registers] == [4, 4]
+    assert {r.outcome for r in script.node.state.rounds} == {"alone"}
+    assert script.node.state.merges == 0
+
+
+def test_tokens_are_merged_when_a_partner_has_the_start_that_they_are_in() -> None:
+    script = gossiping()
+    finish_rounds(script, *script.do(steps()))
+    script.do(events.PeersFound((B,)))
+    script.beat(B, heads=heads(4))
+    script.wait(1.0)
+    script.hear(B, says("open", round_=4))
+    script.do(events.MixFetched(MixId(0, 4, "start"), B))
+    script.hear(B, says("half", round_=4))
+    script.now += 0.5
+    script.beat(B, heads=heads(4), local_steps=(H, 0))
+    finish_rounds(script, *[a for a in script.do(steps()) if _ends(a, 0)])
+    totals = script.node.state.ledger.totals()
+    assert totals.merged == 100 * H  # of round 3 in fragment 0; those of round 4 are still carried
+    assert totals.pending == 3 * 100 * H and totals.adds_up
+    assert script.node.state.merges == 1
+
+
+def _ends(action: actions.Action, fragment: int) -> bool:
+    return isinstance(action, FinishRound) and action.fragment == fragment
 
 
 def test_who_fell_behind_jumps_into_the_round_of_the_others() -> None:
@@ -302,6 +333,20 @@ def test_a_round_whose_values_went_wrong_is_lost_by_name() -> None:
     assert actions.InstallFragment(0, 3) in again
     totals = script.node.state.ledger.totals()
     assert totals.lost == {"a state whose values are not finite": 100 * H} and totals.adds_up
+
+
+def test_tokens_in_a_damaged_state_that_nobody_else_had_are_lost_by_name() -> None:
+    script = gossiping(B)
+    finish_rounds(script, *[a for a in script.do(steps(2 * H)) if _ends(a, 0)])
+    script.do(events.StateDamaged(0, 4))
+    script.do(events.RecordsFailed(A, 0, "nothing of it is on disk"))
+    script.now += 0.5
+    script.beat(B, heads=heads(4))
+    offered = events.SnapshotInfo(4, digest("state", 4, 0))
+    script.do(events.RecordsFetched(B, 0, (), (offered,)))
+    script.do(events.StateReached(0, 4, offered.state_digest, None))
+    totals = script.node.state.ledger.totals()
+    assert totals.lost == {REPLACED: 2 * 100 * H} and totals.adds_up
 
 
 # -------------------------------------------------------------------- a quorum
@@ -419,7 +464,7 @@ def test_rounds_that_were_not_on_disk_are_lost_by_name_after_a_restart() -> None
     chains = [Chain(4, digest("own", 4)), Chain(3, digest("own", 3, 1))]
     node = make_node(A, chains=chains, saved=saved, gossip=PLAN)
     totals = node.state.ledger.totals()
-    assert totals.lost == {UNSAVED: 100 * H} and totals.merged == 100 * H and totals.adds_up
+    assert totals.lost == {UNSAVED: 100 * H} and totals.pending == 100 * H and totals.adds_up
 
 
 def test_a_node_that_settles_ends_what_it_has_begun_and_begins_nothing() -> None:

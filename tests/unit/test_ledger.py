@@ -53,6 +53,36 @@ def test_what_was_never_offered_is_lost_with_the_reason() -> None:
     assert settle(worked(100)) == Totals(100, 0, 0, {}, {NOT_ASKED: 100})
 
 
+def test_carried_tokens_are_merged_when_another_node_has_them() -> None:
+    ledger = worked(100)
+    ledger.carry(0, 1)
+    ledger.step(0, 20)
+    ledger.carry(0, 2)
+    assert ledger.totals() == Totals(120, 0, 120, {}, {})
+    ledger.share(0, 1)
+    assert ledger.totals() == Totals(120, 100, 20, {}, {})
+
+
+def test_carried_tokens_of_a_state_that_is_gone_are_lost_with_the_reason() -> None:
+    ledger = worked(100)
+    ledger.carry(0, 1)
+    ledger.step(0, 20)
+    ledger.carry(0, 2)
+    again = Ledger.load(json.loads(json.dumps(ledger.save())))
+    again.lose_after(0, 1, "not on disk")
+    assert again.totals() == Totals(120, 0, 100, {}, {"not on disk": 20})
+
+
+def test_a_node_that_is_alone_for_long_carries_a_bounded_number_of_versions() -> None:
+    ledger = Ledger(1)
+    for version in range(1, ledgers.CARRIED_MAX + 10):
+        ledger.step(0, 1)
+        ledger.carry(0, version)
+    assert len(ledger.carried[0]) == ledgers.CARRIED_MAX
+    ledger.share(0, 10)
+    assert ledger.totals().merged == 10
+
+
 def test_the_losing_branch_takes_its_tokens_along() -> None:
     ledger = worked(100)
     settle(ledger, merged=80, offered=80)
