@@ -189,12 +189,14 @@ class SyncSpec(_Section):
     mix_wire: Literal["float32", "bf16", "int8", "int4"] = "int8"
     """For gossip and factored: what parameters become on their way; with partners that return,
     their change."""
-    pacing: Literal["fixed", "load", "pressure-gate", "workload-aware", "calibrated", "random"] = (
-        "fixed"
-    )
+    pacing: Literal[
+        "fixed", "tokens", "load", "pressure-gate", "workload-aware", "calibrated", "random"
+    ] = "fixed"
     """When, within the slack, a merge comes: `fixed` at once; `calibrated` when it disturbs what
-    else a machine serves least, as measured there; `load`, `pressure-gate` and `workload-aware` as
-    published; `random`, with which the others are compared."""
+    else a machine serves least, as measured there; `tokens`, `load`, `pressure-gate` and
+    `workload-aware` as published; `random`, with which the others are compared."""
+    pacing_tokens: int = Field(default=1_000_000, ge=1)
+    """For pacing `tokens`: what a learner trains on before it asks for no more time."""
     slack_steps: int = Field(default=0, ge=0)
     """Inner steps by which a merge may be put off where pacing is not fixed. A period then has
     between inner_steps - slack_steps and inner_steps + slack_steps, and inner_steps on average."""

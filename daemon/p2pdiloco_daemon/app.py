@@ -376,7 +376,7 @@ def _chores(
         chores["dispatching"] = part.rl.dispatch(ground.exchange, ground.network.session)
     if part.signed.spec.sync.slack_steps:
         chores["measuring"] = measure_machine(
-            ground.served, part.holdings, part.shell, ground.traffic
+            ground.served, part.holdings, part.shell, ground.traffic, part.report
         )
     return chores
 

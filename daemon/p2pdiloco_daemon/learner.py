@@ -41,6 +41,7 @@ from p2pdiloco_daemon.learner_channel import (
     Sample,
     Sampled,
     SampleFailed,
+    Saving,
     SetPaused,
     SharedTensors,
     SnapshotRefused,
@@ -68,6 +69,7 @@ __all__ = [
     "RoundLeft",
     "SampleFailed",
     "Sampled",
+    "Saving",
     "Snapshot",
     "SnapshotRefused",
     "StepsDone",
@@ -129,6 +131,7 @@ LearnerEvent = (
     | Learned
     | Sampled
     | SampleFailed
+    | Saving
     | CheckpointFailed
     | Died
 )

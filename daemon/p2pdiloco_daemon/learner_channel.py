@@ -292,6 +292,13 @@ class SampleFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class Saving:
+    """The inner checkpoint is being written between two steps, or has been."""
+
+    under_way: bool
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointFailed:
     """The inner checkpoint could not be written or read; training goes on."""
 
@@ -311,6 +318,7 @@ Message = (
     | Learned
     | Sampled
     | SampleFailed
+    | Saving
     | CheckpointFailed
 )
 

@@ -59,6 +59,7 @@ from p2pdiloco_daemon.learner_channel import (
     Sample,
     Sampled,
     SampleFailed,
+    Saving,
     SetPaused,
     SharedTensors,
     SnapshotRefused,
@@ -207,7 +208,9 @@ class LearnerProcess:
         self._end_rounds()
         self._answer_snapshots()
         if self._may_step() and self._clock() >= self._next_checkpoint:
+            self._control.post(Saving(True))
             self._save()
+            self._control.post(Saving(False))
 
     def _take(self, command: Command) -> None:  # noqa: C901 (one case for each command)
         match command:

@@ -1,14 +1,14 @@
 """What shares this machine with the node, measured once a second for the core's pacer.
 
-Other programs' use of the processors, the link, writes that wait for the disk, and what is served
-here: any program on this machine that answers requests may say so (`POST /api/served`), and the
-node learns what its own transfers and merges do to those answers.
+Other programs' use of the processors, the link, writes that wait for the disk, the learner's among
+them, and what is served here: any program on this machine that answers requests may say so (`POST
+/api/served`), and the node learns what its own transfers and merges do to those answers.
 """
 
 import asyncio
 from collections import deque
 from dataclasses import dataclass
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, Protocol
 
 import psutil
 from pydantic import Field, TypeAdapter, ValidationError
@@ -145,15 +145,23 @@ class Processors:
         return sum(times[:8]), times.idle + getattr(times, "iowait", 0.0), own_s
 
 
+class Saves(Protocol):
+    """Of a `p2pdiloco_daemon.report.LearnerReport`: whether the learner writes its checkpoint."""
+
+    saving: bool
+
+
 async def measure_machine(
-    served: ServedLog, holdings: Holdings, shell: NodeShell, traffic: Traffic
+    served: ServedLog, holdings: Holdings, shell: NodeShell, traffic: Traffic, learner: Saves
 ) -> None:
     """Tells the core, for ever."""
     loop, spans, processors = asyncio.get_running_loop(), SyncSpans(), Processors()
     told_at = loop.time()
     while True:
+        saving = False
         for _ in range(LOOKS):
             await asyncio.sleep(LOOK_S)
+            saving |= learner.saving or holdings.disk.is_waiting
             moved = _bodies(traffic)
             spans.look(loop.time(), moved, holdings.num_computed, computing=holdings.is_computing)
         now = loop.time()
@@ -162,7 +170,7 @@ async def measure_machine(
         pressure = Pressure(
             link=_link(traffic, now),
             serving=_serving(answers, now - told_at),
-            checkpoint=1.0 if holdings.disk.is_waiting else 0.0,
+            checkpoint=1.0 if saving else 0.0,
             owner=owner,
         )
         shell.post(events.MachineMeasured(pressure, answers))

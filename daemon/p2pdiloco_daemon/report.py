@@ -49,6 +49,8 @@ class LearnerReport:
     restarts: int = 0
     last_error: str | None = None
     paused: bool = False
+    saving: bool = False
+    """Whether its process is writing the inner checkpoint."""
     stepped_at: float | None = None
     """When its process last took a step; None before the first."""
     losses: Curve = field(default_factory=Curve)
@@ -80,6 +82,9 @@ class LearnerReport:
             case learners.Died():
                 self.state, self.last_error = view.LearnerState.RESTARTING, event.reason
                 self.restarts += 1
+                self.saving = False
+            case learners.Saving():
+                self.saving = event.under_way
             case learners.CheckpointFailed():
                 self.last_error = event.reason
             case _:

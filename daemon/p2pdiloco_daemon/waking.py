@@ -212,6 +212,7 @@ def wake_up(
         ),
         term_merges=spec.sync.term_merges,
         pacing=spec.sync.pacing,
+        pacing_tokens=spec.sync.pacing_tokens,
         contributors_max=spec.limits.max_contributors,
         gossip=plan,
         mixes_below_quorum=_mixes_below_quorum(spec),

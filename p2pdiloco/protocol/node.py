@@ -81,7 +81,7 @@ class Node:
             registers,
             Membership(config.me),
             Ledger(num),
-            Pacer(policy_called(config.pacing, rng)),
+            Pacer(policy_called(config.pacing, rng, config.pacing_tokens)),
         )
         self.synchronizer = Synchronizer(self.state)
         self.follower = Follower(self.state, self.synchronizer)

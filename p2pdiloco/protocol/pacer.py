@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from p2pdiloco.protocol.calibration import Answer, Forecast, LatencyModel
 from p2pdiloco.protocol.policies import (
+    TOKENS_FULL,
     Calibrated,
     Decision,
     Fixed,
@@ -19,6 +20,7 @@ from p2pdiloco.protocol.policies import (
     Pressure,
     PressureGate,
     RandomMoment,
+    Tokens,
     WorkloadAware,
     decide,
 )
@@ -38,9 +40,11 @@ class Served:
     answers: tuple[Answer, ...] = ()
 
 
-def policy_called(name: str, rng: random.Random) -> Policy:
-    """By its name in the run spec."""
+def policy_called(name: str, rng: random.Random, tokens: int = TOKENS_FULL) -> Policy:
+    """By its name in the run spec; `tokens` are for the policy of that name."""
     match name:
+        case "tokens":
+            return Tokens(tokens)
         case "load":
             return Load()
         case "pressure-gate":

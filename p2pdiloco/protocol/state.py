@@ -18,6 +18,7 @@ from p2pdiloco.protocol.naming import PeerId, RoundId, sentence
 from p2pdiloco.protocol.pacer import Pacer
 from p2pdiloco.protocol.pacing import Clocks, SyncTimes
 from p2pdiloco.protocol.pauses import Pauses
+from p2pdiloco.protocol.policies import TOKENS_FULL
 from p2pdiloco.protocol.register import Register
 from p2pdiloco.protocol.topology import GossipPlan
 from p2pdiloco.protocol.wire import Committed, Head, Heartbeat, Message
@@ -73,6 +74,7 @@ class NodeConfig:
     times: SyncTimes
     term_merges: int
     pacing: str = "fixed"
+    pacing_tokens: int = TOKENS_FULL
     contributors_max: int = CONTRIBUTORS_MAX
     gossip: GossipPlan | None = None
     """Without a synchronizer."""

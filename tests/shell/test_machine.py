@@ -13,6 +13,7 @@ from p2pdiloco.errors import UserError
 from p2pdiloco.protocol.calibration import Answer
 from p2pdiloco.protocol.pacer import Served
 from p2pdiloco_bootstrap.serving import Traffic
+from p2pdiloco_daemon.learner import Died, Saving
 from p2pdiloco_daemon.machine import (
     SILENT_S,
     Processors,
@@ -20,6 +21,7 @@ from p2pdiloco_daemon.machine import (
     SyncSpans,
     measure_machine,
 )
+from p2pdiloco_daemon.report import LearnerReport
 
 
 def report(*answers: tuple[float, float, float], **changes: Any) -> bytes:
@@ -87,14 +89,35 @@ def test_the_core_is_told_every_second(tmp_path: Path) -> None:
         async with open_node(Network(), tmp_path) as living:
             log = ServedLog()
             telling = living.tasks.create_task(
-                measure_machine(log, living.holdings, living.shell, Traffic())
+                measure_machine(log, living.holdings, living.shell, Traffic(), LearnerReport())
             )
             log.take(report((0.0, 0.4, 3)))
             await asyncio.sleep(1.5)
             pacer = living.node.state.pacer
             assert pacer.served and pacer.served.answers == (Answer(0.4, 3, False),)
             assert pacer.pressure.serving == pytest.approx(0.4)
-            assert pacer.pressure.link == 0.0
+            assert pacer.pressure.link == pacer.pressure.checkpoint == 0.0
+            telling.cancel()
+
+    run_virtual(scenario())
+
+
+def test_a_checkpoint_that_the_learner_writes_is_pressure(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        learner = LearnerReport()
+        async with open_node(Network(), tmp_path) as living:
+            telling = living.tasks.create_task(
+                measure_machine(ServedLog(), living.holdings, living.shell, Traffic(), learner)
+            )
+            for event, pressure in (
+                (Saving(True), 1.0),
+                (Saving(False), 0.0),
+                (Saving(True), 1.0),
+                (Died("killed", 1.0), 0.0),
+            ):
+                learner.take(event, 0.0)
+                await asyncio.sleep(2.5)
+                assert living.node.state.pacer.pressure.checkpoint == pressure
             telling.cancel()
 
     run_virtual(scenario())

@@ -39,6 +39,7 @@ from p2pdiloco_daemon.learner_channel import (
     Sample,
     Sampled,
     SampleFailed,
+    Saving,
     SetPaused,
     SharedTensors,
     SnapshotRefused,
@@ -356,8 +357,9 @@ def test_an_inner_checkpoint_is_written_every_minute(scene: Scene) -> None:
     scene.trainer.after_step = lambda step: (
         pass_time(step) if step < 14 else scene.daemon.sendall(pack(Stop()))
     )
-    scene.run({})
+    heard = scene.run({})
     assert scene.trainer.saved == 3
+    assert [each.under_way for each in heard if isinstance(each, Saving)] == [True, False] * 2
 
 
 def test_a_checkpoint_that_cannot_be_written_is_reported_and_survived(scene: Scene) -> None:

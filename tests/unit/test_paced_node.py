@@ -10,7 +10,7 @@ from p2pdiloco.protocol.actions import Action, Send
 from p2pdiloco.protocol.calibration import Answer
 from p2pdiloco.protocol.naming import PeerId, RoundId
 from p2pdiloco.protocol.pacer import Pacer, Served, policy_called
-from p2pdiloco.protocol.policies import Calibrated, Fixed, Pressure
+from p2pdiloco.protocol.policies import Calibrated, Fixed, Pressure, Tokens
 from p2pdiloco.protocol.wire import Heartbeat, RoundOpened, pack, unpack
 
 H, SLACK = 12, 4
@@ -150,8 +150,18 @@ def test_policies_are_called_by_their_names_in_the_spec() -> None:
     rng = paced(B).node.state.rng
     assert isinstance(policy_called("fixed", rng), Fixed)
     assert isinstance(Pacer(policy_called("calibrated", rng)).policy, Calibrated)
+    assert policy_called("tokens", rng, 5000) == Tokens(5000)
     with pytest.raises(ValueError, match="no policy is called 'often'"):
         policy_called("often", rng)
+
+
+def test_a_learner_that_is_paced_by_tokens_asks_for_time_until_it_has_done_so_many() -> None:
+    script = paced(B, leads=False, pacing="tokens", pacing_tokens=100 * 8)
+    asked = []
+    for _ in range(8):
+        step(script)
+        asked.append(script.node.state.registers[0].asks_for_time)
+    assert asked == [False] * 4 + [True] * 2 + [False] * 2
 
 
 def test_a_round_is_opened_to_all_when_it_is() -> None:
