@@ -413,7 +413,7 @@ class _ModelJudge:
             return b""
         sequences = -(-POSITIONS // self._sequence_length) + 3
         probe = probe_batch(self._text, self._sequence_length, sequences)
-        return pack_predictions(output_distributions(self._model, probe).numpy())
+        return pack_predictions(output_distributions(self._model, probe))
 
     def sample(self, prompt: str, num_tokens: int, temperature: float, seed: int) -> str:
         return sample_text(

@@ -1,11 +1,16 @@
-"""What a learner predicts on a fixed probe, small enough to be sent: for comparing nodes.
+"""What learners predict on a fixed probe: how far two are apart, and small enough to be sent.
 
-Factored Gossip DiLoCo watches the Jensen-Shannon distance of the workers' output distributions
-(`disagreement.py`). No node holds another's whole model at one moment, so each publishes what its
-own says at `POSITIONS` places of the same held-out text, with the vocabulary folded into `BUCKETS`
-classes: token t counts to class t mod BUCKETS. For bytes that changes nothing; for larger
-vocabularies what is compared is at most as far apart as the whole distributions are. What is
-published is of the learner in the middle of its round: the drift since its start is in it.
+For two workers with next-token distributions p, q at each of N positions the distance is
+
+    JS(p, q) = sqrt( 1/N sum over positions of ( KL(p | m) + KL(q | m) ) / 2 ),  m = (p + q) / 2
+
+with logarithms to base 2: 0 if they always say the same, 1 if they never do.
+
+No node holds another's whole model at one moment, so each publishes what its own says at
+`POSITIONS` places of the same held-out text, with the vocabulary folded into `BUCKETS` classes:
+token t counts to class t mod BUCKETS. For bytes that changes nothing; for larger vocabularies what
+is compared is at most as far apart as the whole distributions are. What is published is of the
+learner in the middle of its round: the drift since its start is in it.
 
 numpy alone, since the daemon compares.
 """
@@ -23,11 +28,10 @@ PREDICTIONS_BYTES = POSITIONS * BUCKETS * 2
 """float16 probabilities, position by position."""
 
 
-def pack_predictions(log_probabilities: npt.NDArray[np.float32]) -> bytes:
-    """Of f32 [N, V] in nats, N >= POSITIONS, at evenly spread positions."""
-    num, vocabulary = log_probabilities.shape
-    places = np.linspace(0, num - 1, POSITIONS).astype(int)
-    probabilities = np.exp(log_probabilities[places])
+def pack_predictions(distributions: npt.NDArray[np.float32]) -> bytes:
+    """Of f32 [N, V], N >= POSITIONS, at evenly spread positions."""
+    num, vocabulary = distributions.shape
+    probabilities = distributions[np.linspace(0, num - 1, POSITIONS).astype(int)]
     folded = np.zeros((POSITIONS, BUCKETS), np.float32)
     for first in range(0, vocabulary, BUCKETS):
         part = probabilities[:, first : first + BUCKETS]
@@ -48,7 +52,7 @@ def unpack_predictions(data: bytes | bytearray) -> npt.NDArray[np.float32]:
 
 
 def prediction_distance(p: npt.NDArray[np.float32], q: npt.NDArray[np.float32]) -> float:
-    """Jensen-Shannon distance, 0 to 1 (logarithms to base 2, mean over positions, square root)."""
+    """Jensen-Shannon distance of f32 [N, V] each, 0 to 1."""
     middle = (p + q) * np.float32(0.5)
     bits = (_information(p, middle) + _information(q, middle)) / 2
     return sqrt(min(1.0, max(0.0, bits)))

@@ -1,11 +1,11 @@
-"""What nodes publish of their predictions, against the distance of whole distributions."""
+"""Distances whose value is known, and what nodes publish of their predictions."""
+
+import math
 
 import numpy as np
 import pytest
-import torch
 
 from p2pdiloco.errors import PeerError
-from p2pdiloco.learn.disagreement import jensen_shannon_distance
 from p2pdiloco.learn.predictions import (
     BUCKETS,
     POSITIONS,
@@ -16,30 +16,59 @@ from p2pdiloco.learn.predictions import (
 )
 
 
-def log_probabilities(seed: int, vocabulary: int = 256, num: int = POSITIONS) -> torch.Tensor:
-    logits = torch.randn(num, vocabulary, generator=torch.Generator().manual_seed(seed))
-    return torch.log_softmax(logits, dim=-1)
+def says(*positions: list[float]) -> np.ndarray:
+    return np.array(positions, np.float32)
+
+
+def drawn(seed: int, vocabulary: int = 256, num: int = POSITIONS, scale: float = 1.0) -> np.ndarray:
+    odds = np.exp(scale * np.random.default_rng(seed).standard_normal((num, vocabulary)))
+    return (odds / odds.sum(axis=1, keepdims=True)).astype(np.float32)
 
 
 def published(seed: int, vocabulary: int = 256) -> np.ndarray:
-    return unpack_predictions(pack_predictions(log_probabilities(seed, vocabulary).numpy()))
+    return unpack_predictions(pack_predictions(drawn(seed, vocabulary)))
+
+
+def test_workers_that_say_the_same_are_at_distance_0() -> None:
+    assert prediction_distance(drawn(0), drawn(0)) < 1e-3
+    assert prediction_distance(says([0.5, 0.5]), says([0.5, 0.5])) == 0
+
+
+def test_workers_that_never_say_the_same_are_at_distance_1() -> None:
+    assert prediction_distance(says([1.0, 0.0]), says([0.0, 1.0])) == pytest.approx(1)
+
+
+def test_a_coin_against_certainty_is_at_a_known_distance() -> None:
+    """JSD((1/2, 1/2), (1, 0)) = 3/4 log2(4/3) bits."""
+    got = prediction_distance(says([0.5, 0.5]), says([1.0, 0.0]))
+    assert got == pytest.approx(math.sqrt(0.75 * math.log2(4 / 3)))
+
+
+def test_divergence_not_distance_is_averaged_over_positions() -> None:
+    got = prediction_distance(says([1.0, 0.0], [0.5, 0.5]), says([0.0, 1.0], [0.5, 0.5]))
+    assert got == pytest.approx(math.sqrt(0.5))
+
+
+def test_the_distance_is_symmetric_and_obeys_the_triangle() -> None:
+    p, q, r = (drawn(seed, 16, 20, seed) for seed in (1, 2, 4))
+    assert prediction_distance(p, q) == pytest.approx(prediction_distance(q, p))
+    assert prediction_distance(p, r) <= prediction_distance(p, q) + prediction_distance(q, r)
 
 
 def test_for_bytes_the_distance_is_that_of_the_whole_distributions() -> None:
-    whole = jensen_shannon_distance(log_probabilities(1), log_probabilities(2))
+    whole = prediction_distance(drawn(1), drawn(2))
     assert prediction_distance(published(1), published(2)) == pytest.approx(whole, abs=1e-3)
     assert prediction_distance(published(1), published(1)) == pytest.approx(0, abs=1e-3)
 
 
 def test_for_large_vocabularies_it_is_at_most_that() -> None:
-    whole = jensen_shannon_distance(log_probabilities(1, 5000), log_probabilities(2, 5000))
+    whole = prediction_distance(drawn(1, 5000), drawn(2, 5000))
     assert 0 < prediction_distance(published(1, 5000), published(2, 5000)) < whole
 
 
 def test_positions_are_spread_over_the_probe() -> None:
-    told = unpack_predictions(pack_predictions(log_probabilities(1, num=1000).numpy()))
-    last = log_probabilities(1, num=1000)[-1].exp().numpy()
-    np.testing.assert_allclose(told[-1], last, atol=1e-4)
+    told = unpack_predictions(pack_predictions(drawn(1, num=1000)))
+    np.testing.assert_allclose(told[-1], drawn(1, num=1000)[-1], atol=1e-4)
 
 
 @pytest.mark.parametrize(
