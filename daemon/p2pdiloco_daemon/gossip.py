@@ -18,6 +18,7 @@ from p2pdiloco_daemon.exchange import Exchange
 from p2pdiloco_daemon.holdings import Holdings
 from p2pdiloco_daemon.mixing import Mixing
 from p2pdiloco_daemon.replica import FragmentState, Vector
+from p2pdiloco_daemon.status.curve import Curve
 
 GossipAction = (
     actions.OpenMix
@@ -84,6 +85,8 @@ class GossipErrands:
         self._expected = expected
         self.output_distance: float | None = None
         """Jensen-Shannon distance to the partners compared last, mean."""
+        self.output_distances = Curve()
+        self._step = 0
         self._predictions: bytes | None = None
         self._cuts: dict[int, actions.CutRound] = {}
         self._endings: dict[int, _Ending] = {}
@@ -118,6 +121,7 @@ class GossipErrands:
                     distances.append(prediction_distance(mine, theirs))
             if distances:
                 self.output_distance = sum(distances) / len(distances)
+                self.output_distances.add(self._step, self.output_distance)
                 apart = self.mixing.distance or (0.0, 0.0)
                 logger.info(
                     "disagreement with %d partners: %.4f in outputs (Jensen-Shannon), "
@@ -166,6 +170,8 @@ class GossipErrands:
                 self._blended(event)
             case learners.Evaluated():
                 self._predictions = _sound(event.predictions)
+            case learners.StepsDone():
+                self._step = event.step
             case learners.Died():
                 self._learner_died()
             case _:

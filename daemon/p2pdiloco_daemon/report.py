@@ -320,6 +320,7 @@ class Reporter:
             outputs=self.shell.gossip.output_distance,
             parameters=parameters,
             parameters_share=share,
+            curve=self.shell.gossip.output_distances.points(),
         )
 
     def _tokens(self) -> view.TokenLedger:

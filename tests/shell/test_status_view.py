@@ -17,7 +17,7 @@ HOSTILE = '</script><img src=x onerror=alert(1)>"\\\n\u202ename\ud800'
 DOCUMENTED_KEYS = """
 app_version attempt
 checkpoint.bytes_on_disk checkpoint.error checkpoint.last_saved_s_ago
-disagreement.outputs disagreement.parameters disagreement.parameters_share
+disagreement.curve[] disagreement.outputs disagreement.parameters disagreement.parameters_share
 events[].seconds_ago events[].text
 first_merge_s
 fragments[].digest fragments[].head_version fragments[].index fragments[].local_steps
@@ -117,7 +117,9 @@ def status(name: str = "birch") -> view.Status:
         term=3,
         attempt=1,
         synchronizer=view.Synchronizer(peer="peer-b", is_self=False),
-        disagreement=view.Disagreement(outputs=0.1, parameters=2.5, parameters_share=0.02),
+        disagreement=view.Disagreement(
+            outputs=0.1, parameters=2.5, parameters_share=0.02, curve=((7, 0.1),)
+        ),
         rounds=[
             view.Round(
                 fragment=0,

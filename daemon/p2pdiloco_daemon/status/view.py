@@ -371,6 +371,8 @@ class Disagreement:
     """Euclidean distance of the parameters when they were last mixed, before it."""
     parameters_share: float | None = None
     """The same, as a share of the length of all parameters."""
+    curve: Sequence[CurvePoint] = ()
+    """(inner step, `outputs`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

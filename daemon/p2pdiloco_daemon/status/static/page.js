@@ -528,6 +528,42 @@ const chart = {
   },
 };
 
+/** How far apart the nodes are, where they mix with partners. */
+const apart = {
+  points: [],
+
+  start() {
+    this.svg = withAttributes(svg("svg"), { role: "img" });
+    byId("apart").append(this.svg);
+    new ResizeObserver(() => this.draw()).observe(this.svg);
+  },
+
+  show(status) {
+    const told = status.disagreement;
+    byId("apart-card").hidden = told === null;
+    this.points = (told ? told.curve : []).filter(([, value]) => value !== null);
+    setText("apart-sum", told && told.outputs !== null ? told.outputs.toFixed(3) : "");
+    this.draw();
+  },
+
+  draw() {
+    const [width, height] = [this.svg.clientWidth, this.svg.clientHeight];
+    if (!width || !height) return;
+    this.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
+    this.svg.setAttribute("aria-label", `Distance over inner steps, ${this.points.length} points.`);
+    if (this.points.length < 2) {
+      fill(this.svg, [label(width / 2, height / 2, "middle", "Two evaluations are needed.")]);
+      return;
+    }
+    const scale = scaleFor(this.points, width, height);
+    fill(this.svg, [
+      ...axes(scale, width, height, { unit: "distance", over: "inner steps of this node" }),
+      curve(this.points, scale, "held-out"),
+      dot(this.points[this.points.length - 1], scale, "", 3.2),
+    ]);
+  },
+};
+
 const svg = (tag) => document.createElementNS("http://www.w3.org/2000/svg", tag);
 
 function label(x, y, anchor, text) {
@@ -598,6 +634,7 @@ function draw(status) {
   drawHero(status);
   drawFigures(status);
   chart.show(status);
+  apart.show(status);
   drawMembers(status);
   drawFragments(status);
   drawRounds(status);
@@ -668,6 +705,7 @@ const connection = {
 };
 
 chart.start();
+apart.start();
 connection.open();
 setInterval(() => connection.watch(), RETRY_MS);
 document.addEventListener("visibilitychange", () => connection.turn());
