@@ -2,6 +2,7 @@
 
     python -m benchmarks.gossip noise      limits of disagreement against the bound, noise alone
     python -m benchmarks.gossip order      final loss: synchronous, DiLoCo, both GlobalM1
+    python -m benchmarks.gossip bound      disagreement in training with plain outer steps of rate 1
     python -m benchmarks.gossip failing    10, 30 and 50 % of the exchanges fail
     python -m benchmarks.gossip report     tables from what is stored
 
@@ -52,7 +53,15 @@ from p2pdiloco.optim.mixing import (
     mix_parameters,
 )
 from p2pdiloco.protocol.naming import PeerId
-from p2pdiloco.protocol.topology import Groups, Row, Topology, exponential, hypercube, ring
+from p2pdiloco.protocol.topology import (
+    Groups,
+    Row,
+    Topology,
+    everybody,
+    exponential,
+    hypercube,
+    ring,
+)
 from p2pdiloco.spec import DataSpec, InnerSpec, ModelSpec
 
 RESULTS = Path(__file__).parent / "results"
@@ -86,7 +95,11 @@ STRATEGIES: dict[str, Factors | None] = {
     "GlobalM1LocalM2": GLOBAL_M1_LOCAL_M2,
     "GlobalM1": GLOBAL_M1,
     "pairwise": PAIRWISE,
+    "factored": Factors(hypercube, everybody),
 }
+"""`factored` is of a quorum that all reach, which is DiLoCo unless exchanges fail."""
+PLAIN = 1.0, 0.0
+"""Outer learning rate and momentum of the paper's bound."""
 SHARES_FAILING = [0.1, 0.3, 0.5]
 
 Vector = npt.NDArray[np.float32]
@@ -101,6 +114,8 @@ class Setting:
     seed: int
     failing: float = 0.0
     """Share of the exchanges that fail."""
+    plain: bool = False
+    """Outer steps of rate 1 without momentum."""
 
 
 @dataclass(slots=True)
@@ -195,6 +210,7 @@ class GossipRun:
         return [self.loops[me] for me in MEMBERS]
 
     def _mix(self, number: int) -> None:
+        rate, momentum = PLAIN if self.setting.plain else (LEARNING_RATE, MOMENTUM)
         ends = {me: _read(loop) for me, loop in self.loops.items()}
         self.outcome.drift.append(spread(np.stack(list(ends.values()))))
         starts = {me: state.start for me, state in self.states.items()}
@@ -203,7 +219,7 @@ class GossipRun:
         directions = self._mix2(gradients, number)
         for me, loop in self.loops.items():
             self.states[me] = finish_round(
-                self.states[me], mixed[me], directions[me], LEARNING_RATE, MOMENTUM
+                self.states[me], mixed[me], directions[me], rate, momentum
             )
             loop.overwrite_fragment(0, self.states[me].start)
 
@@ -380,34 +396,43 @@ class Store:
         self.write(content)
 
 
-def carry_out(store: Store, settings: Iterable[Setting]) -> None:
-    """Runs what is not stored yet, and prints each result."""
-    bench = Bench()
-    for setting in settings:
-        if setting not in store.runs():
-            begun = time.process_time()
-            factors = STRATEGIES[setting.strategy]
-            run = GossipRun(bench, setting, factors).run if factors else None
-            outcome = run() if run else synchronous(bench, setting)
-            outcome.cpu_s = round(time.process_time() - begun, 1)
-            store.put(setting, outcome)
-        print(f"{store.runs()[setting].of_mean[-1][1]:.4f}  {setting}", flush=True)
+def carry_out(store: Store, settings: Iterable[Setting], runs_max: int | None) -> None:
+    """Runs what is not stored yet, `runs_max` at most, and prints each result."""
+    stored, bench = store.runs(), Bench()
+    for setting in [s for s in settings if s not in stored][:runs_max]:
+        begun = time.process_time()
+        factors = STRATEGIES[setting.strategy]
+        run = GossipRun(bench, setting, factors).run if factors else None
+        outcome = run() if run else synchronous(bench, setting)
+        outcome.cpu_s = round(time.process_time() - begun, 1)
+        store.put(setting, outcome)
+        print(f"{outcome.of_mean[-1][1]:.4f}  {setting}", flush=True)
 
 
 def order(seeds: Sequence[int]) -> list[Setting]:
-    return [Setting(strategy, seed) for seed in seeds for strategy in STRATEGIES]
+    strategies = [strategy for strategy in STRATEGIES if strategy != "factored"]
+    return [Setting(strategy, seed) for seed in seeds for strategy in strategies]
+
+
+def bound(seeds: Sequence[int]) -> list[Setting]:
+    strategies = ("DiLoCo", "GlobalM1LocalM2", "GlobalM1", "pairwise")
+    return [Setting(strategy, seed, plain=True) for seed in seeds for strategy in strategies]
 
 
 def failing(seeds: Sequence[int]) -> list[Setting]:
     return [
         Setting(strategy, seed, share)
         for seed in seeds
-        for strategy in ("GlobalM1", "pairwise", "GlobalM1LocalM2")
+        for strategy in ("GlobalM1", "pairwise", "GlobalM1LocalM2", "factored", "DiLoCo")
         for share in SHARES_FAILING
     ]
 
 
-STUDIES: dict[str, Callable[[Sequence[int]], list[Setting]]] = {"order": order, "failing": failing}
+STUDIES: dict[str, Callable[[Sequence[int]], list[Setting]]] = {
+    "order": order,
+    "bound": bound,
+    "failing": failing,
+}
 
 
 def main() -> None:
@@ -419,6 +444,7 @@ def main() -> None:
     )
     parser.add_argument("study", choices=["noise", *STUDIES, "report"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--runs", type=int, help="at most so many that are not stored yet")
     parser.add_argument("--results", type=Path, default=RESULTS / "gossip.json")
     args = parser.parse_args()
     store = Store(args.results)
@@ -430,7 +456,7 @@ def main() -> None:
 
         write_report(store, args.results.with_suffix(".md"))
     else:
-        carry_out(store, STUDIES[args.study](args.seeds))
+        carry_out(store, STUDIES[args.study](args.seeds), args.runs)
 
 
 if __name__ == "__main__":
