@@ -22,7 +22,8 @@ def says(*positions: list[float]) -> np.ndarray:
 
 def drawn(seed: int, vocabulary: int = 256, num: int = POSITIONS, scale: float = 1.0) -> np.ndarray:
     odds = np.exp(scale * np.random.default_rng(seed).standard_normal((num, vocabulary)))
-    return (odds / odds.sum(axis=1, keepdims=True)).astype(np.float32)
+    drawn: np.ndarray = (odds / odds.sum(axis=1, keepdims=True)).astype(np.float32)
+    return drawn
 
 
 def published(seed: int, vocabulary: int = 256) -> np.ndarray:
