@@ -356,6 +356,7 @@ def _reporter(ground: Ground, part: Part, lag: LagMonitor) -> Reporter:
         lag=lag,
         learner=part.report,
         network=ground.network,
+        dispatched=part.rl.status if part.rl else None,
         page_url=ground.board.page_url,
     )
 

@@ -11,7 +11,6 @@ more than needed, and members take shares of the one that is right in their own 
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -34,6 +33,7 @@ from p2pdiloco_daemon.share_desk import (
     unpack_groups,
 )
 from p2pdiloco_daemon.sharing import Sharing
+from p2pdiloco_daemon.status import view
 
 LOOK_S = 0.25
 """Between looks at whose turn it is."""
@@ -56,22 +56,6 @@ class Shares(Protocol):
 
     async def hand(self, peer: str, path: str, body: bytes) -> None: ...
     async def get(self, peer: str, path: str, max_bytes: int) -> bytearray: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dispatched:
-    """For the page: what this node dispatches, or has dispatched."""
-
-    step: int | None
-    """None while another dispatches."""
-    phase: str
-    """"waiting", "rolling out" or "sharing"."""
-    stages: Mapping[Stage, int]
-    """How many of the step's trajectories are where."""
-    groups_waiting: int
-    """That nobody has taken yet."""
-    workers: Mapping[PeerId, Record]
-    refusals: Mapping[str, int]
 
 
 class Dispatcher:
@@ -101,16 +85,20 @@ class Dispatcher:
         self._rolling_out: RollingOut | None = None
         self._sharing: Sharing | None = None
 
-    def dispatched(self) -> Dispatched:
+    def status(self) -> view.Dispatching:
         work, sharing = self._rolling_out, self._sharing
         dealing = sharing.dealing if sharing else None
-        return Dispatched(
+        stages = work.stages() if work else {}
+        records = self._standing.records
+        return view.Dispatching(
             step=work.step.number if work else None,
             phase="sharing" if sharing else "rolling out" if work else "waiting",
-            stages=work.stages() if work else {},
+            trajectories={stage.value: stages.get(stage, 0) for stage in Stage} if work else {},
             groups_waiting=dealing.num_waiting if dealing else 0,
-            workers=self._standing.records,
-            refusals=self._standing.refusals,
+            workers=[
+                _worker(peer, records[peer])
+                for peer in sorted(records, key=lambda peer: (-records[peer].turns, peer))
+            ],
         )
 
     async def run(self) -> None:
@@ -181,3 +169,16 @@ class Dispatcher:
                 return None
             raise
         return unpack_groups(body)
+
+
+def _worker(peer: PeerId, record: Record) -> view.DispatchedWorker:
+    prompts = record.prompt_tokens
+    return view.DispatchedWorker(
+        peer=peer,
+        turns=record.turns,
+        tokens=record.tokens,
+        cached_share=record.reused / prompts if prompts else None,
+        failures=record.failures,
+        lies=record.lies,
+        last_problem=record.last_problem,
+    )

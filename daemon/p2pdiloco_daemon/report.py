@@ -137,6 +137,8 @@ class Reporter:
     learner: LearnerReport
     network: NetworkReport
     rollouts: RolloutReport | None = None
+    dispatched: Callable[[], view.Dispatching] | None = None
+    """In an rl run."""
     page_url: str | None = None
     stopping: bool = False
 
@@ -160,6 +162,7 @@ class Reporter:
             tokens=self._tokens(),
             learning=self.learner.lessons.status() if self.spec.rl else None,
             rollouts=self.rollouts.status(self.now()) if self.rollouts else None,
+            dispatching=self.dispatched() if self.dispatched else None,
             merges_total=state.merges,
             first_merge_s=self._first_merge_s(),
             term=term,

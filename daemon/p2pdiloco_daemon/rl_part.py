@@ -15,13 +15,14 @@ from p2pdiloco_bootstrap.serving import Traffic
 from p2pdiloco_daemon import learner as learners
 from p2pdiloco_daemon.checker import Checker
 from p2pdiloco_daemon.crew import Crew
-from p2pdiloco_daemon.dispatcher import Dispatched, Dispatcher
+from p2pdiloco_daemon.dispatcher import Dispatcher
 from p2pdiloco_daemon.exchange import Exchange
 from p2pdiloco_daemon.node import NodeShell
 from p2pdiloco_daemon.rollout_client import asking_workers
 from p2pdiloco_daemon.rollout_routes import RolloutRoutes
 from p2pdiloco_daemon.rollouts import Rollouts
 from p2pdiloco_daemon.share_desk import ShareDesk
+from p2pdiloco_daemon.status import view
 from p2pdiloco_daemon.swarm_view import SwarmView
 
 
@@ -70,9 +71,9 @@ class RlPart:
             )
             await self._dispatcher.run()
 
-    def dispatched(self) -> Dispatched | None:
-        """For the page; None before this node can dispatch."""
-        return self._dispatcher.dispatched() if self._dispatcher else None
+    def status(self) -> view.Dispatching:
+        """Of what this node dispatches."""
+        return self._dispatcher.status() if self._dispatcher else view.Dispatching()
 
     def _step(self, version: int) -> Step:
         return step_of(rulebook_of(self._spec, self._run_id, version))

@@ -4,7 +4,6 @@ A worker that fails is asked again after a short pause, longer each time in a ro
 not asked for long. What it gave before is counted all the same.
 """
 
-from collections import Counter
 from dataclasses import dataclass, field
 
 from p2pdiloco.protocol.naming import PeerId, sentence
@@ -14,8 +13,6 @@ FAILED_S, FAILED_MAX_S = 1.0, 120.0
 """A worker that restarts needs some seconds."""
 LIED_S, LIED_MAX_S = 600.0, 4 * 3600.0
 """Also of a worker that holds turns back."""
-REFUSALS_KEPT = 64
-"""Reasons that are counted one by one; all others together."""
 WORKERS_MAX = 1024
 """Workers that are remembered; of more, the one that gave least is forgotten."""
 
@@ -40,8 +37,6 @@ class Standing:
     """Times are monotonic seconds."""
 
     records: dict[PeerId, Record] = field(default_factory=dict)
-    refusals: Counter[str] = field(default_factory=Counter)
-    """What was wrong with what workers gave, in words of our own."""
     _failed: Pauses = field(default_factory=lambda: Pauses(FAILED_S, FAILED_MAX_S))
     _left_alone: Pauses = field(default_factory=lambda: Pauses(LIED_S, LIED_MAX_S))
 
@@ -77,8 +72,6 @@ class Standing:
         record = self._of(worker)
         record.lies += 1
         record.last_problem = sentence(reason)
-        is_kept = reason in self.refusals or len(self.refusals) < REFUSALS_KEPT
-        self.refusals[reason if is_kept else "other reasons"] += 1
         return self._left_alone.begin(worker, now)
 
     def _of(self, worker: PeerId) -> Record:

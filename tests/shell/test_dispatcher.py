@@ -111,8 +111,8 @@ def test_a_worker_that_lies_is_named_and_its_turns_are_run_again(
             assert not any("bert" in note for note in notes)
             assert world.learnt(0) == ALL
             assert not [node.blamed for node in world.nodes.values() if node.blamed]
-            dispatched = world.nodes[ANNA].dispatcher_.dispatched()
-            assert dispatched.workers[CLEO].lies == 1
+            [liar] = [w for w in world.nodes[ANNA].dispatcher_.status().workers if w.lies]
+            assert (liar.peer, liar.lies) == (CLEO, 1)
 
     run_virtual(script())
 
@@ -123,9 +123,10 @@ def test_a_worker_that_is_silent_is_left_alone_and_its_turns_are_run_again() -> 
             world.nodes[CLEO].worker.manner = "silent"
             await world.until_version(1)
             assert world.learnt(0) == ALL
-            record = world.nodes[ANNA].dispatcher_.dispatched().workers[CLEO]
-            assert record.failures
-            assert record.turns == 0
+            workers = world.nodes[ANNA].dispatcher_.status().workers
+            [cleo] = [worker for worker in workers if worker.peer == CLEO]
+            assert cleo.failures
+            assert cleo.turns == 0
 
     run_virtual(script())
 
@@ -200,6 +201,9 @@ def test_a_dispatcher_that_is_stopped_cancels_every_request() -> None:
         async with swarm(World()) as world:
             await asyncio.sleep(1.5)
             assert any(node.worker.num_running for node in world.nodes.values())
+            status = world.nodes[ANNA].dispatcher_.status()
+            assert (status.step, status.phase) == (0, "rolling out")
+            assert sum(status.trajectories.values()) == NUM_TRAJECTORIES
             world.running[ANNA].cancel()
             await asyncio.sleep(0)
             await asyncio.sleep(0.01)

@@ -19,6 +19,10 @@ app_version attempt
 checkpoint.bytes_on_disk checkpoint.error checkpoint.last_saved_s_ago
 disagreement.curve[] disagreement.outputs disagreement.parameters disagreement.parameters_share
 events[].seconds_ago events[].text
+dispatching.groups_waiting dispatching.phase dispatching.step dispatching.trajectories.ended
+dispatching.trajectories.waiting dispatching.workers[].cached_share
+dispatching.workers[].failures dispatching.workers[].last_problem dispatching.workers[].lies
+dispatching.workers[].peer dispatching.workers[].tokens dispatching.workers[].turns
 first_merge_s
 fragments[].digest fragments[].head_version fragments[].index fragments[].local_steps
 fragments[].damaged_times fragments[].mended_s_ago fragments[].merged_tokens
@@ -108,6 +112,23 @@ def status(name: str = "birch") -> view.Status:
             policy_version=40,
             restarts=1,
             last_error="the rollout worker ended: killed by SIGKILL",
+        ),
+        dispatching=view.Dispatching(
+            step=7,
+            phase="rolling out",
+            trajectories={"waiting": 3, "ended": 125},
+            groups_waiting=2,
+            workers=[
+                view.DispatchedWorker(
+                    peer="peer-b",
+                    turns=90,
+                    tokens=180,
+                    cached_share=0.75,
+                    failures=1,
+                    lies=1,
+                    last_problem="its reward is another (token 7)",
+                )
+            ],
         ),
         tokens=view.TokenLedger(
             processed=100, merged=70, pending=20, rejected={"late": 7}, lost={"crash": 3}

@@ -30,7 +30,7 @@ def test_a_liar_is_left_alone_for_long_and_named() -> None:
     assert standing.may_ask(ANNA, LIED_S)
     assert standing.may_ask(BERT, 0.0)
     assert standing.records[ANNA].last_problem == "its reward is another"
-    assert standing.refusals == {"its reward is another": 1}
+    assert standing.records[ANNA].lies == 1
 
 
 def test_a_worker_cannot_claim_more_reuse_than_there_was_to_reuse() -> None:

@@ -38,6 +38,7 @@ def _families(status: Status) -> Iterator[_Family]:
     yield from _tokens(status)
     yield from _learning(status)
     yield from _rollouts(status)
+    yield from _dispatching(status)
     yield from _swarm(status)
     yield from _machine(status)
 
@@ -110,6 +111,18 @@ def _learning(status: Status) -> Iterator[_Family]:
     yield _counter("episodes_total", "Episodes in all shares.", learning.episodes)
     yield _counter("episodes_learnt_total", "Those with an advantage.", learning.learnt_from)
     yield _counter("episodes_dropped_total", "Those that were too old.", learning.dropped)
+
+
+def _dispatching(status: Status) -> Iterator[_Family]:
+    dispatching = status.dispatching
+    if dispatching is None:
+        return
+    workers = dispatching.workers
+    yield _counter(
+        "turns_dispatched_total", "Turns that workers gave.", sum(w.turns for w in workers)
+    )
+    yield _counter("turn_failures_total", "Turns not given.", sum(w.failures for w in workers))
+    yield _counter("turn_lies_total", "Turns that were not true.", sum(w.lies for w in workers))
 
 
 def _rollouts(status: Status) -> Iterator[_Family]:

@@ -143,6 +143,37 @@ class Learning:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DispatchedWorker:
+    """What a rollout worker gave to this node, in this life of it."""
+
+    peer: str
+    turns: int
+    tokens: int
+    cached_share: float | None
+    """Of the prompts' tokens, those that its cache had."""
+    failures: int
+    lies: int
+    """Turns that were not true."""
+    last_problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dispatching:
+    """The step that this node has rolled out; None in the status of a run that reads text."""
+
+    step: int | None = None
+    """None while another node dispatches."""
+    phase: str = "waiting"
+    """"waiting", "rolling out" or "sharing"."""
+    trajectories: Mapping[str, int] = field(default_factory=dict)
+    """How many of the step's are "waiting", "generating", "acting", "ended", "given up"."""
+    groups_waiting: int = 0
+    """That no learner has taken yet."""
+    workers: Sequence[DispatchedWorker] = ()
+    """Who gave most comes first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rollouts:
     """What this node generates for others; None in the status of a node that does not."""
 
@@ -405,6 +436,7 @@ class Status:
     tokens: TokenLedger = field(default_factory=TokenLedger)
     learning: Learning | None = None
     rollouts: Rollouts | None = None
+    dispatching: Dispatching | None = None
     merges_total: int = 0
     """Merges applied by this process."""
     first_merge_s: float | None = None
