@@ -1,6 +1,7 @@
 """What the strategies make of slow links: the share of its time that a learner takes steps.
 
-    python -m benchmarks.utilization [strategy ...]      measures; default: all of them
+    python -m benchmarks.utilization [STRATEGY ...]      measures; default: all of them
+    python -m benchmarks.utilization diloco --links 3.5 --window 100
     python -m benchmarks.utilization report              the table of what was measured
 
 Real daemons in network namespaces, each behind an up- and downlink of the same shaped rate, train
@@ -19,6 +20,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "GlobalM1LocalM2": {"strategy": "gossip", "num_fragments": 1, "mix": "GlobalM1LocalM2"},
     "GlobalM1": {"strategy": "gossip", "num_fragments": 1, "mix": "GlobalM1"},
     "pairwise": {"strategy": "gossip", "num_fragments": 1, "mix": "pairwise"},
+    "factored": {"strategy": "factored", "num_fragments": 1, "quorum": 3},
     "quorum": {"strategy": "quorum", "num_fragments": 6, "quorum": 2},
 }
 
@@ -66,6 +69,8 @@ def predicted(strategy: str, mbit_s: float) -> float | None:
             return compute_s / (max(compute_s, others * vector_s) + vector_s)
         case "pairwise":
             return compute_s / max(compute_s, vector_s)
+        case "factored":  # starts to one partner, outer gradients to all
+            return compute_s / (max(compute_s, vector_s) + others * vector_s)
     return None
 
 
@@ -74,7 +79,9 @@ def free_of(home: Home) -> Home:
     return Home(home.listen, (*home.prefix, sys.executable, "-m", "benchmarks.paced_node"))
 
 
-async def measure(strategy: str) -> list[JsonObject]:
+async def measure(
+    strategy: str, links_mbit_s: Sequence[float], window_s: float
+) -> list[JsonObject]:
     spec = RunSpec(
         name="utilization", sync=SyncSpec(inner_steps=INNER_STEPS, **STRATEGIES[strategy])
     )
@@ -93,26 +100,27 @@ async def measure(strategy: str) -> list[JsonObject]:
                 for i, host in enumerate(hosts):
                     at = free_of(Home(host.address, host.prefix))
                     nodes.append(await start_node(directory / f"n{i}", 8100 + i, invite, at))
-                return await _narrow(strategy, lab, hosts)
+                await _until_merged(hosts)
+                return [
+                    await _window(strategy, lab, hosts, mbit_s, window_s) for mbit_s in links_mbit_s
+                ]
             finally:
                 await stop([node.process for node in nodes])
 
 
-async def _narrow(strategy: str, lab: Lab, hosts: list[Host]) -> list[JsonObject]:
-    await _until_merged(hosts)
-    rows = []
-    for mbit_s in LINKS_MBIT_S:
-        for host in hosts:
-            lab.narrow(host, mbit_s)
-        await asyncio.sleep(SETTLE_S)
-        before = await _statuses(hosts)
-        started = asyncio.get_running_loop().time()
-        await asyncio.sleep(WINDOW_S)
-        after = await _statuses(hosts)
-        seconds = asyncio.get_running_loop().time() - started
-        rows.append(_row(strategy, mbit_s, before, after, seconds))
-        print(json.dumps(rows[-1]), flush=True)
-    return rows
+async def _window(
+    strategy: str, lab: Lab, hosts: list[Host], mbit_s: float, window_s: float
+) -> JsonObject:
+    for host in hosts:
+        lab.narrow(host, mbit_s)
+    await asyncio.sleep(SETTLE_S)
+    before = await _statuses(hosts)
+    started = asyncio.get_running_loop().time()
+    await asyncio.sleep(window_s)
+    after = await _statuses(hosts)
+    row = _row(strategy, mbit_s, before, after, asyncio.get_running_loop().time() - started)
+    print(json.dumps(row), flush=True)
+    return row
 
 
 def _row(
@@ -189,7 +197,7 @@ def _status(host: Host, port: int) -> JsonObject:
 def report(result: JsonObject) -> str:
     columns = [
         "strategy", "Mbit/s", "utilization", "model", "steps per round", "members per round",
-        "tokens merged", "MB sent per node and minute",
+        "tokens merged", "MB sent per node and minute", "s", "load",
     ]  # fmt: skip
     rows = [
         [
@@ -201,26 +209,39 @@ def report(result: JsonObject) -> str:
             row["members_per_round"],
             f"{row['merged_share']:.0%}" if row["merged_share"] is not None else "-",
             f"{row['megabytes_sent_per_node'] * 60 / row['seconds']:.1f}",
+            f"{row['seconds']:.0f}",
+            f"{row['load_average']:.0f}",
         ]
-        for row in result["rows"]
+        for row in sorted(result["rows"], key=_place)
     ]
     return (
         f"# Utilization on slow links\n\n{NODES} nodes, 1.02 M parameters, int8, H = {INNER_STEPS} "
         f"steps of {STEP_S} s by the clock; every node behind an up- and downlink of this rate. "
-        f"Windows of {WINDOW_S:.0f} s, one run each; `python -m benchmarks.utilization`.\n\n"
+        f"One window of so many seconds each, at this load average of the machine; "
+        f"`python -m benchmarks.utilization`.\n\n"
         f"{table(columns, rows)}\n"
     )
 
 
+def _place(row: JsonObject) -> tuple[int, float]:
+    return list(STRATEGIES).index(row["strategy"]), -row["mbit_s"]
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", nargs="*", default=list(STRATEGIES))
-    what = parser.parse_args().what
+    parser.add_argument("--links", type=float, nargs="+", default=LINKS_MBIT_S, help="Mbit/s")
+    parser.add_argument("--window", type=float, default=WINDOW_S, help="seconds")
+    options = parser.parse_args()
+    what = options.what
     path = RESULTS.with_suffix(".json")
     kept: JsonObject = json.loads(path.read_text()) if path.exists() else {"rows": []}
     for strategy in [] if what == ["report"] else what:
-        rows = asyncio.run(measure(strategy))
-        others = [row for row in kept["rows"] if row["strategy"] != strategy]
+        rows = asyncio.run(measure(strategy, options.links, options.window))
+        measured = [(strategy, mbit_s) for mbit_s in options.links]
+        others = [r for r in kept["rows"] if (r["strategy"], r["mbit_s"]) not in measured]
         kept = {**machine(), "rows": others + rows}
         write(RESULTS, kept, report(kept))
     write(RESULTS, kept, report(kept))

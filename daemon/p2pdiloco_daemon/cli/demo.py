@@ -24,7 +24,7 @@ NODES_MAX = 16
 _SYNC: dict[str, dict[str, object]] = {
     "quorum": {"strategy": "quorum"},
     "gossip": {"strategy": "gossip"},
-    "factored": {"strategy": "factored", "quorum": 2},
+    "factored": {"strategy": "factored", "quorum": 2, "num_fragments": 1},
     "diloco": {"strategy": "diloco", "num_fragments": 1},
 }
 """What a demo of each strategy begins with."""
