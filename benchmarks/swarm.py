@@ -19,7 +19,15 @@ import psutil
 
 from p2pdiloco.spec import RunSpec
 from p2pdiloco_daemon.cli.new import write_draft
-from p2pdiloco_daemon.demo.processes import NodeProcess, bootstrap_peer, start_node, stop
+from p2pdiloco_daemon.demo.processes import (
+    HERE,
+    Home,
+    NodeProcess,
+    bootstrap_peer,
+    start_node,
+    stop,
+)
+from p2pdiloco_daemon.status.app import ACTION_HEADER
 from p2pdiloco_daemon.status.view import JsonObject
 
 START_TIMEOUT_S = 120.0
@@ -38,6 +46,12 @@ class Node:
         async with self.session.get(url) as response:
             told: JsonObject = await response.json()
             return told
+
+    async def settle(self) -> None:
+        """Asks it to stop training and come to rest."""
+        url = f"http://127.0.0.1:{self.started.port}/api/settle"
+        async with self.session.post(url, headers={ACTION_HEADER: "1"}):
+            pass
 
     async def until(self, condition: Callable[[JsonObject], bool]) -> JsonObject:
         """The first status that meets the condition; TimeoutError with the last one told."""
@@ -85,9 +99,9 @@ class Swarm:
         self._session = session
         self._frozen: list[psutil.Process] = []
 
-    async def join(self, name: str) -> Node:
+    async def join(self, name: str, home: Home = HERE) -> Node:
         """Starts a node; again under the same name, it goes on where it ended."""
-        process = await start_node(self._directory / name, free_port(), self._invite)
+        process = await start_node(self._directory / name, free_port(), self._invite, home)
         node = Node(process, self._session)
         self.nodes.append(node)
         return node
@@ -95,6 +109,12 @@ class Swarm:
     async def leave(self, node: Node) -> None:
         self.nodes.remove(node)
         await stop([node.started.process])
+
+    async def kill(self, node: Node) -> None:
+        """`kill -9` of its daemon; what it started ends by itself."""
+        self.nodes.remove(node)
+        node.started.process.kill()
+        await node.started.process.wait()
 
     def freeze(self, nodes: Sequence[Node]) -> None:
         """SIGSTOP for what talks to the network: connections stay open, nothing answers."""

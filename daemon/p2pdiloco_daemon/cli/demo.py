@@ -29,7 +29,7 @@ _SYNC: dict[str, dict[str, object]] = {
 }
 """What a demo of each strategy begins with."""
 
-_GUESSING = RunSpec(
+GUESSING = RunSpec(
     name="demo",
     data=DataSpec(sequence_length=96),
     inner=InnerSpec(learning_rate=2e-3, warmup_steps=10, weight_decay=0.0),
@@ -174,7 +174,7 @@ def _draft(strategy: str | None, task: str | None) -> RunSpec | None:
     if task == "rl":
         if strategy not in (None, "quorum"):
             raise UserError(f"--task rl is learnt with --strategy quorum, got {strategy}")
-        return _GUESSING
+        return GUESSING
     if strategy is None and task is None:
         return None
     return RunSpec(name="demo", sync=SyncSpec.model_validate(_SYNC[strategy or "quorum"]))
