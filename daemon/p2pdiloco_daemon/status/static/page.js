@@ -334,6 +334,37 @@ function drawRollouts({ rollouts }) {
     el("div", "", el("dt", "", term), el("dd", "", value), el("dd", "note", note)))));
 }
 
+/** In a run that learns from rollouts: the step that this node hands out, and who gave what. */
+function drawDispatching({ dispatching, learning, members }) {
+  byId("dispatching-card").hidden = !dispatching;
+  if (!dispatching) return;
+  const { step, trajectories, workers } = dispatching;
+  const nameOf = namer(members);
+  setText("dispatching-sum", step === null ? "" : `step ${whole.format(step)}, ${dispatching.phase}`);
+  setText("dispatching-why", step === null
+    ? "Another node hands out the turns of this step; it is the synchronizer's job."
+    : "This node hands out the turns of this step, checks what comes back, and shares it out.");
+  const total = Object.values(trajectories).reduce((sum, n) => sum + n, 0);
+  const figures = [
+    ["Episodes learnt from", count(learning.learnt_from), `of ${count(learning.episodes)}, ${count(learning.dropped)} too old`],
+    ["Trajectories at an end", total ? `${count(trajectories.ended || 0)} of ${count(total)}` : NONE,
+      total ? `${count(trajectories.generating || 0)} generating, ${count(trajectories.waiting || 0)} waiting` : ""],
+  ];
+  fill(byId("dispatching"), figures.map(([term, value, note]) => (
+    el("div", "", el("dt", "", term), el("dd", "", value), el("dd", "note", note)))));
+  fill(byId("dispatched"), workers.map((worker) => el("li", "",
+    el("span", "name", el("bdi", "", nameOf(worker.peer))),
+    el("span", "soft", dispatchedWords(worker)))));
+}
+
+function dispatchedWords(worker) {
+  const words = [`${plural(worker.turns, "turn")}, ${plural(worker.tokens, "token")}`];
+  if (worker.cached_share !== null) words.push(`${share(worker.cached_share, 1)} of prompts cached`);
+  if (worker.lies) words.push(`not true ${plural(worker.lies, "time")}`);
+  if (worker.last_problem) words.push(clean(worker.last_problem));
+  return words.join(" · ");
+}
+
 function drawTraffic(status) {
   const { traffic } = status;
   const limit = traffic.upload_limit_bytes_per_s;
@@ -641,6 +672,7 @@ function draw(status) {
   drawPacing(status);
   drawLedger(status);
   drawRollouts(status);
+  drawDispatching(status);
   drawTraffic(status);
   drawMachine(status);
   drawEvents(status);
