@@ -2,6 +2,7 @@
 replaced: every trajectory is learnt from once, and the next step comes."""
 
 import asyncio
+import random
 
 import pytest
 from rollout_swarm import (
@@ -192,6 +193,46 @@ def test_when_all_who_took_shares_are_gone_the_rest_learns_them() -> None:
             world.nodes[ANNA].stop()  # its learner has lost its share, too
             world.nodes[ANNA].desk.learner_started()
             await world.until_version(1)
+
+    run_virtual(script())
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_step_hangs_whatever_dies_and_comes_back(seed: int) -> None:
+    rng = random.Random(seed)
+
+    async def trouble(world: World) -> None:
+        name = rng.choice(sorted(world.nodes))
+        match rng.randrange(4):
+            case 0 if len(world.dead) < 2 and name not in world.dead:
+                world.kill(name)
+                await asyncio.sleep(rng.uniform(0, 12))
+                world.start(name)
+            case 1:
+                worker = world.nodes[name].worker
+                worker.is_up = False
+                await asyncio.sleep(rng.uniform(0, 12))
+                worker.is_up = True
+            case 2:
+                world.deaf.add(name)
+                await asyncio.sleep(rng.uniform(0, 12))
+                world.deaf.discard(name)
+            case _:
+                world.claims[name] = name
+                await asyncio.sleep(rng.uniform(0, 12))
+                world.claims.pop(name, None)
+
+    async def script() -> None:
+        async with swarm(World(replayed_share=0.2)) as world:
+            for _ in range(12):
+                await asyncio.sleep(rng.uniform(0, 6))
+                await trouble(world)
+            await world.until_version(world.version + 2, 300)
+            assert world.learnt(world.version - 1) == ALL
+            for node in world.nodes.values():
+                for step in range(world.version):
+                    learnt = [t for of, share in node.learnt if of == step for t in share]
+                    assert len(learnt) == len(set(learnt))
 
     run_virtual(script())
 
