@@ -9,7 +9,7 @@ from aiohttp import ClientSession, web
 
 from p2pdiloco.protocol.placement import Rules
 from p2pdiloco.protocol.turns import Step
-from p2pdiloco.rl.rules import limits_of, rl_of, rulebook_of, step_of
+from p2pdiloco.rl.rules import limits_of, rl_of, rulebook_of, step_of, task_of
 from p2pdiloco.spec import SignedSpec
 from p2pdiloco_bootstrap.serving import Traffic
 from p2pdiloco_daemon import learner as learners
@@ -30,6 +30,8 @@ class RlPart:
     """`learner` and `rollouts` are None before they are started."""
 
     def __init__(self, signed: SignedSpec, shell: NodeShell, traffic: Traffic) -> None:
+        """UserError if this machine lacks what the run's tasks need."""
+        task_of(signed.spec)
         self.learner: learners.Learner | None = None
         self.rollouts: Rollouts | None = None
         self._spec = signed.spec

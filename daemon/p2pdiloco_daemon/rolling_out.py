@@ -293,6 +293,8 @@ class RollingOut:
             self._standing.gave(worker, new_tokens, answer.start, num_reused)
             self._inbox.put_nowait(TurnFinished(worker, turn, answer.end, num_reused))
             self._inbox.put_nowait(_next(turn, got))
+        else:
+            self._inbox.put_nowait(TurnFailed(worker, turn, "it is another turn's time by now"))
 
     async def _forger(self, got: Grown, givers: Sequence[PeerId]) -> PeerId:
         """Of those that gave its turns, the first whose answer the policy would not have given."""

@@ -100,6 +100,8 @@ class ShareDesk:
         self._learner = learner
         self._share: Share | None = None
         self._taking = asyncio.Lock()
+        self._reading: set[PeerId] = set()
+        """Who is handing out a share just now: one at a time, as it may be large."""
 
     def add_to(self, router: web.UrlDispatcher) -> None:
         router.add_post(SHARE_PATH, self._post)
@@ -187,8 +189,7 @@ class ShareDesk:
         step = int(request.match_info["step"])
         try:
             self._require_turn(giver, step)
-            episodes = unpack_share(await _body(request))
-            await self.take(giver, step, episodes)
+            await self.take(giver, step, unpack_share(await self._body(giver, request)))
         except NotYet as error:
             raise web.HTTPServiceUnavailable(text=str(error)) from error
         except ShareRefused as error:
@@ -197,6 +198,18 @@ class ShareDesk:
             self._swarm.blame(giver, str(error))
             raise web.HTTPConflict(text=str(error)) from error
         return web.Response(status=204)
+
+    async def _body(self, giver: PeerId, request: web.Request) -> bytes:
+        if giver in self._reading:
+            raise NotYet("another share of yours is on its way")
+        self._reading.add(giver)
+        try:
+            async with asyncio.timeout(BODY_S):
+                return await _read(request)
+        except TimeoutError:
+            raise web.HTTPRequestTimeout from None
+        finally:
+            self._reading.discard(giver)
 
     async def _get(self, request: web.Request) -> web.StreamResponse:
         groups = self.groups(int(request.match_info["step"]))
@@ -227,16 +240,12 @@ def unpack_groups(body: bytes | bytearray) -> list[int]:
     return _unpacked(_WireGroups, body).groups
 
 
-async def _body(request: web.Request) -> bytes:
+async def _read(request: web.Request) -> bytes:
     body = bytearray()
-    try:
-        async with asyncio.timeout(BODY_S):
-            async for piece in request.content.iter_any():
-                body += piece
-                if len(body) > SHARE_BYTES_MAX:
-                    raise web.HTTPRequestEntityTooLarge(SHARE_BYTES_MAX, len(body))
-    except TimeoutError:
-        raise web.HTTPRequestTimeout from None
+    async for piece in request.content.iter_any():
+        body += piece
+        if len(body) > SHARE_BYTES_MAX:
+            raise web.HTTPRequestEntityTooLarge(SHARE_BYTES_MAX, len(body))
     return bytes(body)
 
 

@@ -102,6 +102,9 @@ class Placement:
         it, all that are known for whoever takes over."""
         self.step = step
         self.trajectories = trajectories_of(step, now)
+        for trajectory in self.trajectories:
+            if trajectory.num_tokens >= rules.tokens_max:
+                trajectory.stage = Stage.GIVEN_UP
         self.expectations = Expectations()
         self._rules = rules
         self._replicas: dict[PeerId, Replica] = {}

@@ -60,14 +60,22 @@ def rulebook_of(spec: RunSpec, run_id: str, step: int) -> Rulebook:
 
 
 def step_of(rules: Rulebook) -> Step:
-    """What a dispatcher places of it."""
+    """What a dispatcher places of it. A prompt that leaves no room for an answer counts as many
+    tokens as a trajectory may have: it is given up (`placement`)."""
     tasks = rules.tasks
     first_ones = range(0, tasks.num_trajectories, tasks.group_size)
     return Step(
         number=tasks.step,
-        prompt_tokens=tuple(len(rules.conversation(first).tokens) for first in first_ones),
+        prompt_tokens=tuple(_prompt_tokens(rules, first) for first in first_ones),
         group_size=tasks.group_size,
     )
+
+
+def _prompt_tokens(rules: Rulebook, trajectory: int) -> int:
+    try:
+        return len(rules.conversation(trajectory).tokens)
+    except ValueError:
+        return rules.limits.tokens_max
 
 
 @cache

@@ -164,6 +164,27 @@ def test_a_share_that_is_too_large_is_not_read(monkeypatch: pytest.MonkeyPatch) 
     assert not standing.learnt
 
 
+def test_a_body_that_never_ends_is_given_up_and_keeps_nobody_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(share_desk, "BODY_S", 0.2)
+    standing = Standing()
+
+    async def endless() -> AsyncIterator[bytes]:
+        while True:
+            yield b"x"
+            await asyncio.sleep(0.01)
+
+    async def script(exchange: Exchange) -> None:
+        url = exchange._url("peer", share_path(STEP))
+        async with exchange._session.post(url, data=endless()) as response:
+            assert response.status == 408
+        await exchange.hand("peer", share_path(STEP), pack_share(episodes(0)))
+
+    run(standing, script)
+    assert standing.learnt == [(STEP, 1)]
+
+
 def test_a_learner_that_is_started_again_gets_its_share_again() -> None:
     standing = Standing()
     hand(standing, pack_share(episodes(0)))

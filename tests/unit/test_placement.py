@@ -28,6 +28,7 @@ from p2pdiloco.protocol.turns import (
     Held,
     Holding,
     Place,
+    Step,
     TimePassed,
     TurnFailed,
     TurnRevoked,
@@ -321,3 +322,11 @@ def test_a_turn_built_on_a_revoked_one_is_withdrawn() -> None:
 def test_what_was_never_taken_in_cannot_be_revoked() -> None:
     placement, _ = dispatcher()
     assert after(placement, TurnRevoked(turn(0, 1), 130), TurnRevoked(turn(5), PROMPT)) == []
+
+
+def test_a_prompt_that_leaves_no_room_for_an_answer_is_given_up_at_once() -> None:
+    too_long = Step(number=7, prompt_tokens=(PROMPT, 500), group_size=1)
+    placement, actions = dispatcher(too_long, Rules(tokens_max=500))
+    assert actions == [Place(ALICE, turn(0))]
+    after(placement, finished(ALICE, 0), ended(0, 0))
+    assert placement.is_done
