@@ -8,7 +8,7 @@ from p2pdiloco.errors import UserError
 from p2pdiloco.rl import rules
 from p2pdiloco.rl.assignment import SHARED
 from p2pdiloco.rl.environments import Guess, Sums
-from p2pdiloco.rl.rules import limits_of, rulebook_of, task_of
+from p2pdiloco.rl.rules import limits_of, rulebook_of, step_of, task_of
 from p2pdiloco.spec import DataSpec, RlSpec, RunSpec, SyncSpec
 
 
@@ -61,3 +61,14 @@ def test_a_line_break_of_two_tokens_cannot_end_an_answer(monkeypatch: pytest.Mon
     monkeypatch.setattr(rules, "_tokenizer", lambda data: _Splitting())
     with pytest.raises(UserError, match="makes 2 tokens of a line break"):
         rulebook_of(spec_of(), "run", 7)
+
+
+def test_what_is_placed_has_the_prompt_of_each_group() -> None:
+    step = step_of(rulebook_of(spec_of(num_groups=2, group_size=3), "run", 7))
+    assert (step.number, step.group_size) == (7, 3)
+    assert step.prompt_tokens == (len("Guess 0 to 9.\n"),) * 2
+
+
+def test_a_prompt_without_room_for_an_answer_counts_as_the_most_there_may_be() -> None:
+    short = spec_of(num_groups=2).model_copy(update={"data": DataSpec(sequence_length=8)})
+    assert step_of(rulebook_of(short, "run", 7)).prompt_tokens == (8, 8)
