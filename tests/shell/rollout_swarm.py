@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from typing import Protocol
 
 from p2pdiloco.errors import PeerError
 from p2pdiloco.learn.text import ByteTokenizer
@@ -251,17 +252,37 @@ class Node:
             learning.cancel()
 
 
+class Reached(Protocol):
+    """Of a node, what others ask."""
+
+    worker: Worker
+    desk: ShareDesk
+
+    def blame(self, peer: PeerId, reason: str) -> None: ...
+
+
+class Around(Protocol):
+    """Who is there, and who is deaf."""
+
+    @property
+    def nodes(self) -> Mapping[PeerId, Reached]: ...
+    @property
+    def dead(self) -> Collection[PeerId]: ...
+    @property
+    def deaf(self) -> Collection[PeerId]: ...
+
+
 class Peers:
     """What one node can ask the others."""
 
-    def __init__(self, me: PeerId, world: "World") -> None:
+    def __init__(self, me: PeerId, world: Around) -> None:
         self._me = me
         self._world = world
 
-    async def _reach(self, peer: str) -> Node:
+    async def _reach(self, peer: str) -> Reached:
         await asyncio.sleep(LATENCY_S)
         name = PeerId(peer)
-        if name in self._world.dead:
+        if name in self._world.dead or name not in self._world.nodes:
             raise Unreachable(f"{peer} is not there")
         if name in self._world.deaf:
             await asyncio.sleep(60)
@@ -278,7 +299,7 @@ class Peers:
     async def play(self, peer: str, turn: TurnId, history: bytes) -> Played:
         node = await self._reach(peer)
         played = await node.worker.play(turn, history)
-        if node is not self._world.nodes[node.me] or node.me in self._world.dead:
+        if node is not self._world.nodes[PeerId(peer)] or peer in self._world.dead:
             raise Unreachable(f"{peer} broke off")
         return played
 
