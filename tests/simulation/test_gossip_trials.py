@@ -83,6 +83,19 @@ def test_members_stay_in_the_same_round() -> None:
         assert min(rounds) >= 8 and max(rounds) - min(rounds) <= 1
 
 
+def test_a_machine_that_is_alone_merges_nothing_until_another_has_its_values() -> None:
+    world = world_of(2, everybody)
+    first, second = world.machines.values()
+    world.run(until=0.9)
+    world.crash(second)
+    world.run(until=40.0)
+    alone = world.checkers.totals(first)
+    assert alone.merged == 0 and alone.pending == alone.processed > 0
+    world.start(second)
+    world.run(until=60.0)
+    assert world.checkers.totals(first).merged > alone.pending
+
+
 def test_exact_averages_leave_one_rounds_drift() -> None:
     """Of independent drifts of unit variance, (M - 1) / M remains about the mean."""
     world, seen = world_of(4, everybody), []
