@@ -423,7 +423,7 @@ def failing(seeds: Sequence[int]) -> list[Setting]:
     return [
         Setting(strategy, seed, share)
         for seed in seeds
-        for strategy in ("GlobalM1", "pairwise", "GlobalM1LocalM2", "factored", "DiLoCo")
+        for strategy in ("GlobalM1", "factored", "GlobalM1LocalM2", "pairwise", "DiLoCo")
         for share in SHARES_FAILING
     ]
 
