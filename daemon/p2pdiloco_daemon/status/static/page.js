@@ -588,7 +588,7 @@ const apart = {
     }
     const scale = scaleFor(this.points, width, height);
     fill(this.svg, [
-      ...axes(scale, width, height, { unit: "distance", over: "inner steps of this node" }),
+      ...axes(scale, width, height, { unit: "", over: "inner steps of this node" }),
       curve(this.points, scale, "held-out"),
       dot(this.points[this.points.length - 1], scale, "", 3.2),
     ]);
