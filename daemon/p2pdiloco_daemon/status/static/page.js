@@ -443,8 +443,8 @@ const LOSS_CHART = {
 const REWARD_CHART = {
   title: "Reward",
   why: "Higher is better: how well the tasks are done that this node learns from, 1 at best.",
-  training: "reward",
-  heldOut: null,
+  training: null,
+  heldOut: "reward",
   unit: "reward",
   over: "steps of the swarm",
 };
@@ -472,8 +472,8 @@ const chart = {
     this.words = status.learning ? REWARD_CHART : LOSS_CHART;
     setText("chart-title", this.words.title);
     setText("chart-why", this.words.why);
-    this.training = known(status.learning ? status.reward_curve : status.loss_curve);
-    this.heldOut = known(status.held_out_curve);
+    this.training = status.learning ? [] : known(status.loss_curve);
+    this.heldOut = known(status.learning ? status.reward_curve : status.held_out_curve);
     this.draw();
   },
 
