@@ -39,6 +39,8 @@ REPLICA_BYTES_PER_PARAMETER = 8
 """Anchor and momentum in float32, in the daemon."""
 LEARNER_BYTES_PER_PARAMETER = 24
 """Weights, gradients, Adam's moments in float32, and both areas of the shared memory."""
+ROLLOUTS_BYTES_PER_PARAMETER = 12
+"""Of an rl run, in which every node generates: weights and both areas of the shared memory."""
 
 INCARNATION_MAX = 1 << 53
 """No clock and no number of lives comes near; what a file says beyond it is damage."""
@@ -75,6 +77,8 @@ def require_memory(fragments: tuple[Fragment, ...], spec: RunSpec) -> None:
         swaps = partners + (GLOBAL_MEMBERS_MAX - 1 if spec.sync.strategy == "factored" else 0)
         per_parameter += swaps * SWAP_BYTES_PER_PARAMETER
         per_parameter += min(remembered, partners + 2) * REMEMBERED_BYTES_PER_PARAMETER
+    elif spec.rl:
+        per_parameter += ROLLOUTS_BYTES_PER_PARAMETER
     elif _mixes_below_quorum(spec):
         per_parameter += COPIES_BYTES_PER_PARAMETER
     needed = num * per_parameter
