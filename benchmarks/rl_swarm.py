@@ -78,10 +78,11 @@ class Curve:
 
     def per_minute(self) -> list[tuple[int, int, float | None]]:
         """(minute, steps that ended in it, mean reward of them)."""
-        ended = {version - 1: at_s for at_s, version in self.versions}
-        minutes = defaultdict(list)
-        for step, at_s in ended.items():
-            minutes[int(at_s // 60)].append(step)
+        minutes: dict[int, list[int]] = defaultdict(list)
+        before = 0
+        for at_s, version in self.versions:
+            minutes[int(at_s // 60)] += range(before, version)
+            before = version
         return [
             (minute, len(steps), _mean([r for s in steps for r in self.rewards[s].values()]))
             for minute, steps in sorted(minutes.items())
