@@ -20,6 +20,7 @@ from p2pdiloco.protocol.placement import Rules
 from p2pdiloco.protocol.standing import Record, Standing
 from p2pdiloco.protocol.trajectories import Stage
 from p2pdiloco.protocol.turns import Step
+from p2pdiloco.protocol.waiting import PATIENCE_S, Waiting
 from p2pdiloco_daemon.checker import Checker
 from p2pdiloco_daemon.crew import Crew
 from p2pdiloco_daemon.exchange import Refused
@@ -46,6 +47,7 @@ logger = logging.getLogger(__name__)
 class Swarm(Standpoint, Protocol):
     """Of a `swarm_view.SwarmView`, what is asked here."""
 
+    def pass_over(self, reason: str) -> None: ...
     def workers(self) -> Sequence[PeerId]: ...
     def learners(self) -> Mapping[PeerId, Learner]: ...
     def note(self, text: str) -> None: ...
@@ -84,6 +86,8 @@ class Dispatcher:
         self._standing = Standing()
         self._rolling_out: RollingOut | None = None
         self._sharing: Sharing | None = None
+        self._waiting = Waiting()
+        self._num_heard = 0
 
     def status(self) -> view.Dispatching:
         work, sharing = self._rolling_out, self._sharing
@@ -101,12 +105,26 @@ class Dispatcher:
             ],
         )
 
+    def heard(self, peer: PeerId) -> None:
+        """The peer asked this node something about rollouts."""
+        self._num_heard += peer == self._swarm.dispatcher
+
     async def run(self) -> None:
         while True:
             version = self._mine()
             if version is not None:
                 await self._while_mine(version)
+            else:
+                self._look_at_the_other()
             await asyncio.sleep(LOOK_S)
+
+    def _look_at_the_other(self) -> None:
+        """Whoever dispatches now and does nothing is passed over."""
+        swarm, now = self._swarm, asyncio.get_running_loop().time()
+        has_share = swarm.version < 0 or self._desk.groups(swarm.version) is not None
+        signs = None if has_share else self._num_heard
+        if self._waiting.is_over(swarm.version, swarm.dispatcher, signs, now):
+            swarm.pass_over(f"step {swarm.version} has not been dispatched for {PATIENCE_S:.0f} s")
 
     def _mine(self) -> int | None:
         """The version that this node dispatches for now."""

@@ -6,12 +6,14 @@ import random
 from functools import partial
 
 from aiohttp import ClientSession, web
+from aiohttp.typedefs import Handler, Middleware
 
+from p2pdiloco.protocol.naming import PeerId
 from p2pdiloco.protocol.placement import Rules
 from p2pdiloco.protocol.turns import Step
 from p2pdiloco.rl.rules import limits_of, rl_of, rulebook_of, step_of, task_of
 from p2pdiloco.spec import SignedSpec
-from p2pdiloco_bootstrap.serving import Traffic
+from p2pdiloco_bootstrap.serving import Traffic, sender
 from p2pdiloco_daemon import learner as learners
 from p2pdiloco_daemon.checker import Checker
 from p2pdiloco_daemon.crew import Crew
@@ -50,6 +52,7 @@ class RlPart:
         self._dispatcher: Dispatcher | None = None
 
     def add_to(self, app: web.Application) -> None:
+        app.middlewares.append(self._noticing())
         self._routes.add_to(app)
         self._desk.add_to(app.router)
 
@@ -76,6 +79,17 @@ class RlPart:
     def status(self) -> view.Dispatching:
         """Of what this node dispatches."""
         return self._dispatcher.status() if self._dispatcher else view.Dispatching()
+
+    def _noticing(self) -> Middleware:
+        """Whoever dispatches is heard of in this way; see `waiting`."""
+
+        @web.middleware
+        async def notice(request: web.Request, handler: Handler) -> web.StreamResponse:
+            if self._dispatcher and request.path.startswith("/v1/rollouts/"):
+                self._dispatcher.heard(PeerId(sender()))
+            return await handler(request)
+
+        return notice
 
     def _step(self, version: int) -> Step:
         return step_of(rulebook_of(self._spec, self._run_id, version))

@@ -59,5 +59,9 @@ class SwarmView:
         """The peer sent what is not true: it is left alone for a while, and another dispatches."""
         self._shell.post(events.WrongBytes(peer, reason))
 
+    def pass_over(self, reason: str) -> None:
+        """Another is to dispatch."""
+        self._shell.post(events.DispatcherIdle(reason))
+
     def note(self, text: str) -> None:
         self._shell.tell(text)

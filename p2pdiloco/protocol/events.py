@@ -277,6 +277,13 @@ class WrongBytes:
 
 
 @dataclass(frozen=True, slots=True)
+class DispatcherIdle:
+    """In an rl run: the synchronizer dispatches no rollouts, so no round will be due."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class SettleAsked:
     """Open and join no more rounds; reach the newest heads and stay there."""
 
@@ -315,6 +322,7 @@ Event = (
     | ValuesBlended
     | ValuesLost
     | WrongBytes
+    | DispatcherIdle
     | SettleAsked
     | LeaveAsked
 )

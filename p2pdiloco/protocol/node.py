@@ -231,6 +231,8 @@ class Node:
                 follower.state_damaged(event)
             case events.WrongBytes(peer, reason):
                 state.refuse(reason, peer)
+            case events.DispatcherIdle(reason):
+                synchronizer.pass_over(state.registers[0], reason)
             case (
                 events.MixFetched()
                 | events.MixFailed()

@@ -95,17 +95,23 @@ class Synchronizer:
         if register.due_since is None:
             register.due_since = node.now
         if node.now - register.due_since >= patience_s:
-            silent, term, attempt = node.post(register)
-            register.fence = max(register.fence, (term, attempt + 1))
             register.due_since = node.now
-            if silent and silent != node.me:
-                node.idle.begin(silent, node.now)
-            if silent:
-                node.note(
-                    f"fragment {register.index} has been due for {patience_s:.0f} s; "
-                    f"{silent[-8:]} is passed over in term {term}"
-                )
+            self.pass_over(
+                register, f"fragment {register.index} has been due for {patience_s:.0f} s"
+            )
             self.give_up(register, "it took too long")
+
+    def pass_over(self, register: Register, why: str) -> None:
+        """The next version falls to the next attempt, and whose turn it is now is of no use for a
+        while.
+        """
+        node = self.node
+        silent, term, attempt = node.post(register)
+        register.fence = max(register.fence, (term, attempt + 1))
+        if silent and silent != node.me:
+            node.idle.begin(silent, node.now)
+        if silent:
+            node.note(f"{why}; {silent[-8:]} is passed over in term {term}")
 
     def heartbeat(self, sender: PeerId, heartbeat: Heartbeat) -> None:
         for register in self.node.registers:

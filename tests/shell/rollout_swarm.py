@@ -231,6 +231,12 @@ class Node:
     def blame(self, peer: PeerId, reason: str) -> None:
         self.blamed.append((peer, reason))
 
+    def heard(self, peer: PeerId) -> None:
+        self.dispatcher_.heard(peer)
+
+    def pass_over(self, reason: str) -> None:
+        self.world.passed_over.append(self.me)
+
     def note(self, text: str) -> None:
         self.notes.append(text)
 
@@ -259,6 +265,7 @@ class Reached(Protocol):
     desk: ShareDesk
 
     def blame(self, peer: PeerId, reason: str) -> None: ...
+    def heard(self, peer: PeerId) -> None: ...
 
 
 class Around(Protocol):
@@ -287,7 +294,9 @@ class Peers:
         if name in self._world.deaf:
             await asyncio.sleep(60)
             raise Unreachable(f"{peer} is silent")
-        return self._world.nodes[name]
+        node = self._world.nodes[name]
+        node.heard(self._me)
+        return node
 
     async def load(self, peer: str) -> Heard:
         worker = (await self._reach(peer)).worker
@@ -345,6 +354,8 @@ class World:
     """Who dispatches in the view of some nodes, where it is not the usual."""
     running: dict[PeerId, asyncio.Task[None]] = field(default_factory=dict)
     merged_at: list[float] = field(default_factory=list)
+    passed_over: list[PeerId] = field(default_factory=list)
+    """Who has no more patience with the dispatcher."""
     _lives: Counter[PeerId] = field(default_factory=Counter)
 
     def peers_of(self, name: PeerId) -> Peers:

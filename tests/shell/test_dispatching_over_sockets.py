@@ -68,6 +68,9 @@ class Member:
     def blame(self, peer: PeerId, reason: str) -> None:
         self.blamed.append(peer)
 
+    def pass_over(self, reason: str) -> None:
+        raise AssertionError(reason)
+
     def note(self, text: str) -> None:
         self.notes.append(text)
 

@@ -103,6 +103,9 @@ class RlNode:
     def blame(self, peer: PeerId, reason: str) -> None:
         self.view.blame(peer, reason)
 
+    def heard(self, peer: PeerId) -> None:
+        self.dispatcher.heard(peer)
+
     async def install(self) -> None:
         """The worker takes each version some time after the node has it."""
         self.worker.is_up = False
@@ -117,7 +120,7 @@ class RlNode:
         living.shell.learner = self.learner
         living.tasks.create_task(self.learner.run(), name="learner")
         living.tasks.create_task(self.install(), name="worker")
-        living.tasks.create_task(self.dispatcher.run(), name="dispatcher")
+        self.dispatching = living.tasks.create_task(self.dispatcher.run(), name="dispatcher")
 
     def _on_learner(self, event: learners.LearnerEvent) -> None:
         self.living.shell.on_learner(event)
@@ -275,5 +278,17 @@ def test_a_node_whose_worker_lies_is_found_out_and_the_run_goes_on(tmp_path: Pat
             if f"{C} gave a turn that is not true" in text or f"share of {C} is not true" in text
         ]
         assert said
+
+    play(tmp_path, scenario)
+
+
+def test_a_node_that_lives_and_does_not_dispatch_is_passed_over(tmp_path: Path) -> None:
+    async def scenario(swarm: RlSwarm) -> None:
+        swarm.start(A, B, C)
+        await swarm.until_version(2)
+        lazy = swarm.dispatcher()
+        swarm.nodes[lazy].dispatching.cancel()
+        version = swarm.version()
+        await swarm.until_version(version + 3, 1800)
 
     play(tmp_path, scenario)
