@@ -396,10 +396,12 @@ class Store:
         self.write(content)
 
 
-def carry_out(store: Store, settings: Iterable[Setting], runs_max: int | None) -> None:
-    """Runs what is not stored yet, `runs_max` at most, and prints each result."""
-    stored, bench = store.runs(), Bench()
-    for setting in [s for s in settings if s not in stored][:runs_max]:
+def carry_out(store: Store, settings: Iterable[Setting], minutes: float) -> None:
+    """Runs what is not stored yet, and prints each result; begins none after `minutes`."""
+    stored, bench, started = store.runs(), Bench(), time.monotonic()
+    for setting in settings:
+        if setting in stored or time.monotonic() - started > 60 * minutes:
+            continue
         begun = time.process_time()
         factors = STRATEGIES[setting.strategy]
         run = GossipRun(bench, setting, factors).run if factors else None
@@ -444,7 +446,7 @@ def main() -> None:
     )
     parser.add_argument("study", choices=["noise", *STUDIES, "report"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--runs", type=int, help="at most so many that are not stored yet")
+    parser.add_argument("--minutes", type=float, default=1e6, help="after which no run begins")
     parser.add_argument("--results", type=Path, default=RESULTS / "gossip.json")
     args = parser.parse_args()
     store = Store(args.results)
@@ -456,7 +458,7 @@ def main() -> None:
 
         write_report(store, args.results.with_suffix(".md"))
     else:
-        carry_out(store, STUDIES[args.study](args.seeds), args.runs)
+        carry_out(store, STUDIES[args.study](args.seeds), args.minutes)
 
 
 if __name__ == "__main__":
