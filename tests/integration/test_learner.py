@@ -9,141 +9,40 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import psutil
 import pytest
+from learner_stage import Stage, open_stage, run_spec
 
-from p2pdiloco.learn.models import build_model, embedding_names, num_parameters, parameter_shapes
-from p2pdiloco.optim.fragments import Fragment, fragments_of
-from p2pdiloco.spec import DataSpec, GenesisSpec, ModelSpec, RunSpec, SyncSpec, TensorLayout
+from p2pdiloco.optim.fragments import fragments_of
+from p2pdiloco.spec import DataSpec, ModelSpec, RunSpec, SyncSpec
 from p2pdiloco_daemon.background import NICENESS
 from p2pdiloco_daemon.learner import (
     CheckpointFailed,
     Died,
     Evaluated,
     Installed,
-    Learner,
     LearnerEvent,
-    LearnerOptions,
     Ready,
     Sampled,
     Snapshot,
     SnapshotRefused,
     StepsDone,
-    running_learner,
 )
 from p2pdiloco_daemon.learner_channel import open_memory_file
 from p2pdiloco_daemon.learner_process import CHECKPOINT_NAME
 
 pytestmark = [pytest.mark.loopback, pytest.mark.timeout(240)]
 
-START_S = 180.0
-"""On a machine that runs other tests too, where importing torch alone may take a minute."""
-
-E = TypeVar("E", bound=LearnerEvent)
 DRAFT = RunSpec(name="test", sync=SyncSpec(num_fragments=3), data=DataSpec(sequence_length=32))
-
-
-def run_spec(draft: RunSpec) -> RunSpec:
-    """A run with made-up digests, which the learner does not look at."""
-    model = build_model(draft.model, draft.seed, draft.data.sequence_length)
-    embeddings = embedding_names(model)
-    tensors = tuple(
-        TensorLayout(name=name, shape=shape, is_embedding=name in embeddings)
-        for name, shape in parameter_shapes(model).items()
-    )
-    digests = ("0" * 64,) * draft.sync.num_fragments
-    size = num_parameters(model)
-    return draft.with_genesis(
-        GenesisSpec(num_parameters=size, tensors=tensors, state_digests=digests)
-    )
 
 
 SPEC = run_spec(DRAFT)
 FRAGMENTS = fragments_of(SPEC)
 TOKENS_PER_STEP = SPEC.inner.batch_size * SPEC.data.sequence_length
-
-
-class Stage:
-    """A learner, everything it said, and a way to wait for more."""
-
-    def __init__(self, options: LearnerOptions) -> None:
-        self.options = options
-        self.events: list[LearnerEvent] = []
-        self.learner: Learner
-        self.news = asyncio.Event()
-        self.values = initial_values(options.fragments)
-
-    def hear(self, event: LearnerEvent) -> None:
-        self.events.append(event)
-        self.news.set()
-
-    def install_all(self, version: int) -> None:
-        for p, values in enumerate(self.values):
-            self.learner.install(p, version, values)
-
-    async def next(
-        self,
-        kind: type[E] | tuple[type[E], ...],
-        since: int = 0,
-        where: Callable[[E], bool] = lambda event: True,
-    ) -> E:
-        """The first event of a kind from position `since` on, waited for if need be."""
-        async with asyncio.timeout(START_S):
-            while True:
-                for event in self.events[since:]:
-                    if isinstance(event, kind) and where(event):
-                        return event
-                self.news.clear()
-                await self.news.wait()
-
-    async def installed_all(self, version: int) -> Installed:
-        """Waits until every fragment was installed anew; the last of the receipts."""
-        wanted = set(range(len(self.values)))
-        since = len(self.events)
-        while True:
-            event = await self.next(Installed, since)
-            since = self.events.index(event, since) + 1
-            wanted.discard(event.fragment)
-            if not wanted and event.version == version:
-                return event
-
-    async def steps(self, count: int) -> None:
-        """Waits for at least so many more steps."""
-        since = len(self.events)
-        while count > 0:
-            done = await self.next(StepsDone, since)
-            since = self.events.index(done, since) + 1
-            count -= done.steps
-
-
-def initial_values(fragments: tuple[Fragment, ...]) -> list[np.ndarray]:
-    generator = np.random.default_rng(0)
-    return [generator.normal(0, 0.02, fragment.size).astype(np.float32) for fragment in fragments]
-
-
-@asynccontextmanager
-async def open_stage(directory: Path, spec: RunSpec = SPEC) -> AsyncIterator[Stage]:
-    stage = Stage(
-        LearnerOptions(
-            spec=spec,
-            fragments=fragments_of(spec),
-            directory=directory,
-            node_key="node",
-            eval_every_steps=1_000_000,
-        )
-    )
-    with ThreadPoolExecutor(1) as executor:
-        async with running_learner(stage.options, stage.hear, executor) as learner:
-            stage.learner = learner
-            await stage.next((Ready, Died))
-            yield stage
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +61,7 @@ def shared_stage(
     done = asyncio.Event()
 
     async def hold() -> None:
-        async with open_stage(tmp_path_factory.mktemp("node")) as stage:
+        async with open_stage(tmp_path_factory.mktemp("node"), SPEC) as stage:
             opened.put_nowait(stage)
             await done.wait()
 
@@ -336,7 +235,7 @@ def test_a_stop_remembers_and_leaves_nothing(
     monkeypatch.setenv("TMPDIR", str(elsewhere))
 
     async def first_life() -> StepsDone:
-        async with open_stage(tmp_path) as stage:
+        async with open_stage(tmp_path, SPEC) as stage:
             stage.install_all(version=0)
             await stage.steps(2)
             pid = stage.learner.pid
@@ -347,7 +246,7 @@ def test_a_stop_remembers_and_leaves_nothing(
             return [event for event in stage.events if isinstance(event, StepsDone)][-1]
 
     async def second_life() -> Ready:
-        async with open_stage(tmp_path) as stage:
+        async with open_stage(tmp_path, SPEC) as stage:
             return await stage.next(Ready)
 
     last = asyncio.run(first_life())
@@ -360,7 +259,7 @@ def test_a_damaged_checkpoint_is_reported_and_done_without(tmp_path: Path) -> No
     (tmp_path / CHECKPOINT_NAME).write_bytes(b"\x00" * 100)
 
     async def life() -> list[LearnerEvent]:
-        async with open_stage(tmp_path) as stage:
+        async with open_stage(tmp_path, SPEC) as stage:
             return stage.events
 
     failed, ready, *_ = asyncio.run(life())
@@ -444,7 +343,7 @@ def process_exists(pid: int) -> bool:
 
 
 async def _be_a_daemon(directory: Path) -> None:
-    async with open_stage(directory) as stage:
+    async with open_stage(directory, SPEC) as stage:
         stage.install_all(version=0)
         await stage.steps(1)
         print(stage.learner.pid, flush=True)  # noqa: T201
