@@ -41,6 +41,9 @@ LEARNER_BYTES_PER_PARAMETER = 24
 """Weights, gradients, Adam's moments in float32, and both areas of the shared memory."""
 ROLLOUTS_BYTES_PER_PARAMETER = 12
 """Of an rl run, in which every node generates: weights and both areas of the shared memory."""
+RL_GRACE_S = 2.0
+"""What a round of an rl run waits for learners that are on their way: they all wait for its merge,
+and the next step's rollouts take longer than this."""
 
 INCARNATION_MAX = 1 << 53
 """No clock and no number of lives comes near; what a file says beyond it is damage."""
@@ -213,6 +216,7 @@ def wake_up(
             quorum=spec.sync.quorum,
             grace_factor=spec.sync.grace_factor,
             slack_steps=spec.sync.slack_steps,
+            grace_least_s=RL_GRACE_S if spec.rl else 0.0,
         ),
         term_merges=spec.sync.term_merges,
         pacing=spec.sync.pacing,

@@ -30,6 +30,9 @@ class SyncTimes:
     grace_factor: float
     slack_steps: int = 0
     """By how many steps a round may be put off; less than H."""
+    grace_least_s: float = 0.0
+    """Of every grace window: where learners have nothing else to do until the merge, waiting for
+    more of them costs little."""
 
 
 @dataclass
@@ -125,4 +128,6 @@ def grace_s(times: SyncTimes, step_s: float, quorum_s: float, sync_s: float | No
     """
     slack = times.overlap_steps * step_s - quorum_s - (sync_s or 0.0)
     grace = times.grace_factor * max(0.0, slack)
-    return min(grace, GRACE_UNKNOWN_S) if sync_s is None else grace
+    if sync_s is None:
+        grace = min(grace, GRACE_UNKNOWN_S)
+    return max(grace, times.grace_least_s)

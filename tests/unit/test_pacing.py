@@ -112,6 +112,13 @@ def test_grace_is_zero_whenever_the_overlap_does_not_hide_it(
     assert grace == 0 or TIMES.overlap_steps * step_s > quorum_s + sync_s
 
 
+def test_grace_is_never_less_than_the_run_allows_in_any_case() -> None:
+    times = replace(TIMES, grace_least_s=2.0)
+    assert grace_s(times, step_s=0.1, quorum_s=1.0, sync_s=1.0) == 2.0
+    assert grace_s(times, step_s=0.1, quorum_s=1.0, sync_s=None) == 2.0
+    assert grace_s(times, step_s=60.0, quorum_s=1.0, sync_s=1.0) > 2.0
+
+
 def test_grace_is_capped_until_a_sync_was_measured() -> None:
     assert grace_s(TIMES, step_s=60.0, quorum_s=1.0, sync_s=None) == GRACE_UNKNOWN_S
 
