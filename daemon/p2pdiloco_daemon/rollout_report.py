@@ -3,7 +3,14 @@
 from collections import deque
 from dataclasses import dataclass, field
 
-from p2pdiloco_daemon.rollout_channel import Finished, Installed, Load, Ready, Refused
+from p2pdiloco_daemon.rollout_channel import (
+    Finished,
+    Installed,
+    Load,
+    Played,
+    Ready,
+    Refused,
+)
 from p2pdiloco_daemon.rollouts import Died, RolloutEvent
 from p2pdiloco_daemon.status import view
 
@@ -33,7 +40,7 @@ class RolloutReport:
             case Installed():
                 self.state = view.RolloutState.SERVING
                 self.policy_version = event.version
-            case Finished():
+            case Finished() | Played():
                 self.served += 1
             case Refused():
                 self.refused += 1

@@ -1,4 +1,4 @@
-from p2pdiloco_daemon.rollout_channel import Finished, Installed, Load, Ready
+from p2pdiloco_daemon.rollout_channel import Finished, Installed, Load, Played, Ready
 from p2pdiloco_daemon.rollout_report import RolloutReport
 from p2pdiloco_daemon.rollouts import Died
 from p2pdiloco_daemon.status.view import Rollouts, RolloutState
@@ -32,6 +32,12 @@ def test_events_add_up_to_what_the_page_says() -> None:
         waiting=2,
         policy_version=3,
     )
+
+
+def test_a_turn_of_a_trajectory_is_an_answer_too() -> None:
+    report = RolloutReport()
+    report.take(Played(1, 1, False, 20, 0, b"episode"), 1.0)
+    assert report.status(1.0).served == 1
 
 
 def test_counts_go_on_when_a_worker_is_started_again() -> None:

@@ -179,7 +179,7 @@ class Rollouts:
 
     state: RolloutState = RolloutState.STARTING
     served: int = 0
-    """Answers given to their end."""
+    """Answers given to their end; in an rl run turns of trajectories, too."""
     refused: int = 0
     tokens: int = 0
     """Generated since the daemon started."""
