@@ -225,6 +225,7 @@ def wake_up(
         gossip=plan,
         mixes_below_quorum=_mixes_below_quorum(spec),
         blocks=spec.sync.strategy == "diloco",
+        rolls_out=spec.rl is not None,
     )
     node = _revive(config, signer, now, chains, kept.get("core"))
     holdings.store.save_json(SAVED_NODE, saved(node))

@@ -81,6 +81,8 @@ class Register:
     disbelieved: str | None = None
     """Digest of a record found wrong: it is followed no more."""
     due_since: float | None = None
+    median_done: tuple[int, float] = (-1, 0.0)
+    """The version on which the median learner was last seen to be done with its share, and when."""
     asks_for_time: bool = False
     """Whether a sync of it would disturb what shares this machine just now."""
     installed_at: float = 0.0

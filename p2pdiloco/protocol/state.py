@@ -45,6 +45,8 @@ REFUSALS_KEPT = 64
 The rarest are counted together.
 """
 OTHER_REASONS = "other reasons"
+REST_MAX_S = 300.0
+"""What slower learners of an rl run get beyond the median one, at most."""
 AT_ONCE_MAX = 250
 """Members up to which it counts before the next heartbeat who came or left as a candidate."""
 DRAWINGS_KEPT = 4
@@ -83,6 +85,10 @@ class NodeConfig:
     blocks: bool = False
     """Synchronous DiLoCo: learners stand still from their snapshot to the merge, which waits for
     all of them."""
+
+    rolls_out: bool = False
+    """Learners make the steps of a share of rollouts and then wait for the merge: so a round waits
+    for all of them, within reason."""
 
 
 class Condition(Enum):
@@ -355,8 +361,20 @@ class NodeState:
         steps, p, version = [num for num, _ in learners], register.index, register.version
         if not pacing.is_due(times, p, version, steps, self.offset(register)):
             return False
+        if self.config.rolls_out and self._waits_for_rest(register, steps):
+            return False
         asking = [asks for _, asks in learners]
         return not pacing.is_put_off(self.window(register), steps, asking)
+
+    def _waits_for_rest(self, register: Register, steps: Sequence[int]) -> bool:
+        """The median learner is done with its share: those behind it get as long again."""
+        is_here = register.installed == register.version
+        if not is_here or min(steps) >= self.window(register).opens:
+            return False
+        if register.median_done[0] != register.version:
+            register.median_done = (register.version, self.now)
+        done_at = register.median_done[1]
+        return self.now < done_at + min(done_at - register.installed_at, REST_MAX_S)
 
     def learners(
         self, register: Register, ready: Sequence[tuple[Member, Heartbeat]]

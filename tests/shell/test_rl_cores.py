@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import memory_swarm
@@ -186,6 +186,8 @@ class RlSwarm:
 
     async def _live(self, me: PeerId) -> None:
         async with open_node(self.network, self._directory / me, me) as living:
+            state = living.node.state
+            state.config = replace(state.config, rolls_out=True)
             node = self.nodes[me] = RlNode(me, living, self)
             self.dead.discard(me)
             node.start()

@@ -138,6 +138,7 @@ def make_node(
     pacing_tokens: int = 1,
     gossip: GossipPlan | None = None,
     blocks: bool = False,
+    rolls_out: bool = False,
     mixes_below_quorum: bool = False,
     **times: Any,
 ) -> Node:
@@ -154,6 +155,7 @@ def make_node(
         pacing_tokens=pacing_tokens,
         gossip=gossip,
         blocks=blocks,
+        rolls_out=rolls_out,
         mixes_below_quorum=mixes_below_quorum,
     )
     return Node(config, FakeSigner(me), random.Random(1), 0.0, chains, saved)

@@ -106,6 +106,40 @@ def test_the_first_rounds_are_staggered_over_the_period() -> None:
     assert opened_at == {0: H // 2, 1: H}
 
 
+def test_a_round_after_rollouts_waits_for_the_rest_as_long_again_as_the_median_took() -> None:
+    script = mine(B, C, rolls_out=True)
+    step(script, H)
+    for second in range(1, 20):
+        script.now = float(second)
+        script.beat(B, local_steps=(H if second >= 10 else 0, 0))
+        script.beat(C, local_steps=(0, 0))
+        assert script.node.state.registers[0].round is None
+    script.now = 20.0
+    script.beat(B, C, local_steps=(H, 0))
+    assert round_of(script).invited == (A, B, C)
+
+
+def test_a_round_after_rollouts_opens_at_once_when_all_are_done() -> None:
+    script = mine(B, C, rolls_out=True)
+    step(script, H)
+    script.now = 1.0
+    script.beat(B, C, local_steps=(H, 0))
+    assert round_of(script)
+
+
+def test_a_round_after_rollouts_waits_for_all_who_were_invited() -> None:
+    script = mine(B, C, rolls_out=True)
+    step(script, H)
+    script.now = 1.0
+    script.beat(B, C, local_steps=(H, 0))
+    report(script, A, B)
+    for _ in range(5):
+        script.wait(1.0)
+        script.beat(B, C, local_steps=(H, 0))
+        assert round_of(script).stage is Stage.GATHERING
+    assert len([a for a in report(script, C) if isinstance(a, PullContribution)]) == 3
+
+
 def test_a_round_opens_when_the_median_learner_is_due() -> None:
     script = mine(B)
     script.now = 1.0
