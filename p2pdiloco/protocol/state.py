@@ -87,8 +87,8 @@ class NodeConfig:
     all of them."""
 
     rolls_out: bool = False
-    """Learners make the steps of a share of rollouts and then wait for the merge: so a round waits
-    for all of them, within reason."""
+    """Learners make the steps of a share of rollouts and then wait for the merge: so a round is
+    not due before all of them are done, within reason."""
 
 
 class Condition(Enum):

@@ -225,7 +225,7 @@ class Synchronizer:
 
     def _grace_until(self, round_: Round, quorum_s: float) -> float:
         node = self.node
-        if node.config.blocks or node.config.rolls_out:
+        if node.config.blocks:
             return round_.gather_deadline
         sync_s, step_s = node.clocks.sync_s.value, node.swarm_step_s()
         return node.now + pacing.grace_s(node.config.times, step_s, quorum_s, sync_s)

@@ -127,19 +127,6 @@ def test_a_round_after_rollouts_opens_at_once_when_all_are_done() -> None:
     assert round_of(script)
 
 
-def test_a_round_after_rollouts_waits_for_all_who_were_invited() -> None:
-    script = mine(B, C, rolls_out=True)
-    step(script, H)
-    script.now = 1.0
-    script.beat(B, C, local_steps=(H, 0))
-    report(script, A, B)
-    for _ in range(5):
-        script.wait(1.0)
-        script.beat(B, C, local_steps=(H, 0))
-        assert round_of(script).stage is Stage.GATHERING
-    assert len([a for a in report(script, C) if isinstance(a, PullContribution)]) == 3
-
-
 def test_a_round_opens_when_the_median_learner_is_due() -> None:
     script = mine(B)
     script.now = 1.0
