@@ -11,6 +11,7 @@ arXiv 2511.14617, and EfficientRollout, 2606.18967, compare the same two sides, 
 drafts per sequence and an acceptance rate in place of each token's own chance.)
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from operator import mul
@@ -36,6 +37,8 @@ class CostTable:
     def __init__(self) -> None:
         self._seconds: dict[int, list[float]] = {}
         """By batch size, one entry for each of `WIDTHS`."""
+        self._rows: dict[int, list[float]] = {}
+        """What follows from them, for the batch sizes that were asked for since they changed."""
 
     @property
     def batches(self) -> list[int]:
@@ -47,7 +50,7 @@ class CostTable:
 
         What would take long is not tried: beyond `_TRIAL_S_MAX` costs grow with the tokens.
         """
-        self._seconds = {}
+        self._seconds, self._rows = {}, {}
         for batch in batches:
             row: list[float] = []
             for width, before in zip(WIDTHS, (1, *WIDTHS), strict=False):
@@ -67,26 +70,34 @@ class CostTable:
         width = num_tokens / batch
         nearest = min(range(len(WIDTHS)), key=lambda index: abs(WIDTHS[index] - width))
         row[nearest] *= 1 + _NEWEST * (ratio - 1)
+        self._rows = {}
 
     def seconds(self, batch: int, num_tokens: int) -> float:
         """T, linear between cells and proportional beyond them. Needs a measured table."""
+        row = self._rows.get(batch)
+        if row is None:
+            row = self._rows[batch] = self._row(batch)
         width = num_tokens / batch
+        if width >= WIDTHS[-1]:
+            return row[-1] * width / WIDTHS[-1]
+        index = bisect_right(WIDTHS, width) - 1
+        share = (width - WIDTHS[index]) / (WIDTHS[index + 1] - WIDTHS[index])
+        return row[index] + share * (row[index + 1] - row[index])
+
+    def _row(self, batch: int) -> list[float]:
+        """T of this many sequences, one entry for each of `WIDTHS`."""
         batches = self.batches
         below = max((b for b in batches if b <= batch), default=batches[0])
         above = min((b for b in batches if b >= batch), default=batches[-1])
-        low, high = self._at_width(below, width), self._at_width(above, width)
+        low, high = self._rising(below), self._rising(above)
         if below == above:
-            return low * max(1.0, batch / below)
-        return low + (high - low) * (batch - below) / (above - below)
+            return [seconds * max(1.0, batch / below) for seconds in low]
+        share = (batch - below) / (above - below)
+        return [some + share * (more - some) for some, more in zip(low, high, strict=True)]
 
-    def _at_width(self, batch: int, width: float) -> float:
-        row = list(accumulate(self._seconds[batch], max))
-        """More tokens never cost less: what looks so is noise."""
-        if width >= WIDTHS[-1]:
-            return row[-1] * width / WIDTHS[-1]
-        index = max(i for i, known in enumerate(WIDTHS) if known <= width)
-        share = (width - WIDTHS[index]) / (WIDTHS[index + 1] - WIDTHS[index])
-        return row[index] + share * (row[index + 1] - row[index])
+    def _rising(self, batch: int) -> list[float]:
+        """A measured row. More tokens never cost less: what looks so is noise."""
+        return list(accumulate(self._seconds[batch], max))
 
 
 class Reliability:
