@@ -24,6 +24,8 @@ _NEWEST = 0.1
 """Weight of a new measurement of a cell."""
 _OUTLIER = 2.0
 """A measurement counts as at most so many times what was expected: machines have hiccups."""
+_PAUSE_MAX = 16
+"""Steps without a look for drafts: texts may begin to repeat themselves at any time."""
 _NUM_BINS = 10
 _PRIOR_TRIALS = 4.0
 """A bin of chances believes the drafter's word as if it had held in so many trials."""
@@ -98,6 +100,31 @@ class CostTable:
     def _rising(self, batch: int) -> list[float]:
         """A measured row. More tokens never cost less: what looks so is noise."""
         return list(accumulate(self._seconds[batch], max))
+
+
+class Searching:
+    """Whether to look for drafts in a step: that takes time, too. While drafts have not saved what
+    looking for them took, more and more steps go by without."""
+
+    def __init__(self) -> None:
+        self._saved_s = self._took_s = 0.0
+        """Of a step in which drafts were looked for; older ones fade."""
+        self._pause = self._num_left = 0
+
+    def is_due(self) -> bool:
+        """Once for each step."""
+        if self._num_left == 0:
+            return True
+        self._num_left -= 1
+        return False
+
+    def took(self, seconds: float, saved_s: float) -> None:
+        """A search took so long, and what it found is expected to save so much."""
+        self._took_s += _NEWEST * (seconds - self._took_s)
+        self._saved_s += _NEWEST * (saved_s - self._saved_s)
+        pays = self._saved_s >= self._took_s
+        self._pause = 0 if pays else min(max(1, 2 * self._pause), _PAUSE_MAX)
+        self._num_left = self._pause
 
 
 class Reliability:

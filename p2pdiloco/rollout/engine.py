@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from p2pdiloco.rollout.cache import Cache
-from p2pdiloco.rollout.costs import WIDTHS, CostTable, Reliability, paying_lengths
+from p2pdiloco.rollout.costs import WIDTHS, CostTable, Reliability, Searching, paying_lengths
 from p2pdiloco.rollout.lean import lean_pass
 from p2pdiloco.rollout.pace import Pace
 from p2pdiloco.rollout.packed import Segment, forward, in_pass_order, prepare
@@ -87,6 +87,7 @@ class Engine:
         self.costs = CostTable()
         self.pace = Pace(self.costs)
         self.reliability = Reliability()
+        self._searching = Searching()
         self.referee = Referee(model, self._logits_alone)
         self.cache = Cache(model, limits.cache_bytes, reuse=reuse)
         self.scheduler = Scheduler(
@@ -274,17 +275,32 @@ class Engine:
 
     def _decoding(self, decoding: Sequence[tuple[int, Running]]) -> list[_Work]:
         """Newest token and paying draft of each of these (row, sequence)."""
-        guesses = [self._guess(running) for _row, running in decoding]
-        lengths = [len(guess.tokens) for guess in guesses]
-        if self.costs.batches and any(lengths):
-            chances = [self.reliability.path_chances(guess.chances) for guess in guesses]
-            lengths = paying_lengths(chances, len(decoding), self.costs.seconds)
+        guesses, lengths = self._drafts([running for _row, running in decoding])
         works = []
         for (row, running), guess, length in zip(decoding, guesses, lengths, strict=True):
             draft = guess.tokens[:length]
             segment = Segment(row, running.num_held, [running.tokens[-1], *draft])
             works.append(_Work(running, segment, len(draft) + 1, draft, guess))
         return works
+
+    def _drafts(self, decoding: Sequence[Running]) -> tuple[list[Draft], list[int]]:
+        """What follows each of these sequences, perhaps, and how much of it to try."""
+        is_measured = bool(self.costs.batches)
+        if is_measured and not self._searching.is_due():
+            return [Draft()] * len(decoding), [0] * len(decoding)
+        started, batch, seconds = self._clock(), len(decoding), self.costs.seconds
+        guesses = [self._guess(running) for running in decoding]
+        lengths = [len(guess.tokens) for guess in guesses]
+        if not is_measured or batch == 0:
+            return guesses, lengths
+        chances = [self.reliability.path_chances(guess.chances) for guess in guesses]
+        lengths = paying_lengths(chances, batch, seconds)
+        pairs = zip(chances, lengths, strict=True)
+        expected = batch + sum(sum(path[:length]) for path, length in pairs)
+        plain_s = seconds(batch, batch) * expected / batch
+        saved_s = plain_s - seconds(batch, batch + sum(lengths))
+        self._searching.took(self._clock() - started, saved_s)
+        return guesses, lengths
 
     def _guess(self, running: Running) -> Draft:
         """Never longer than what may be committed and what the row has room for."""

@@ -1,6 +1,8 @@
+from itertools import pairwise
+
 import pytest
 
-from p2pdiloco.rollout.costs import WIDTHS, CostTable, Reliability, paying_lengths
+from p2pdiloco.rollout.costs import WIDTHS, CostTable, Reliability, Searching, paying_lengths
 
 
 def linear_table(per_step: float, per_token: float) -> CostTable:
@@ -98,3 +100,29 @@ def test_reliability_follows_a_change() -> None:
 
 def test_a_path_is_as_likely_as_all_its_tokens() -> None:
     assert Reliability().path_chances([0.5, 1.0, 0.5]) == pytest.approx([0.5, 0.5, 0.25])
+
+
+def test_drafts_that_save_more_than_looking_takes_are_always_looked_for() -> None:
+    searching = Searching()
+    for saved_s in (3e-3, 0.0) * 10:
+        assert searching.is_due()
+        searching.took(1e-3, saved_s)
+    assert all(searching.is_due() for _ in range(50))
+
+
+def test_the_less_drafts_save_the_fewer_steps_look_for_them() -> None:
+    searching, looked = Searching(), []
+    for step in range(100):
+        if searching.is_due():
+            looked.append(step)
+            searching.took(1e-3, 0.0)
+    pauses = [after - before for before, after in pairwise(looked)]
+    assert pauses[:6] == [2, 3, 5, 9, 17, 17]
+
+
+def test_drafts_that_begin_to_save_are_looked_for_in_each_step_again() -> None:
+    searching = Searching()
+    for _ in range(10):
+        searching.took(1e-3, 0.0)
+    searching.took(1e-3, 0.1)
+    assert all(searching.is_due() for _ in range(50))
