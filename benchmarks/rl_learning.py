@@ -21,12 +21,13 @@ from p2pdiloco.learn.models import build_model
 from p2pdiloco.learn.text import ByteTokenizer
 from p2pdiloco.rl.alone import play_step
 from p2pdiloco.rl.assignment import SHARED, StepTasks
-from p2pdiloco.rl.checks import Rulebook, replay, sampled, story
+from p2pdiloco.rl.checks import Rulebook, story
 from p2pdiloco.rl.conversation import Limits, Policy
 from p2pdiloco.rl.environments import Guess, Sums, Task
 from p2pdiloco.rl.episodes import Episode
 from p2pdiloco.rl.losses import LossRules
 from p2pdiloco.rl.packing import batches, select
+from p2pdiloco.rl.replay import replay, sampled
 from p2pdiloco.rl.step import accumulate
 from p2pdiloco.rollout.engine import Engine
 from p2pdiloco.rollout.engine import Limits as EngineLimits

@@ -11,9 +11,10 @@ import torch
 
 from p2pdiloco.errors import P2PDilocoError, PeerError
 from p2pdiloco.protocol.turns import TurnId
-from p2pdiloco.rl.checks import Refusal, Rulebook, replay, resume, story
+from p2pdiloco.rl.checks import Refusal, Rulebook, resume, story
 from p2pdiloco.rl.episodes import Episode, pack, unpack
 from p2pdiloco.rl.playing import Player, Turned
+from p2pdiloco.rl.replay import replay
 from p2pdiloco.rollout.engine import Engine
 from p2pdiloco.rollout.request import Progress, QueueFull
 from p2pdiloco_daemon.rollout_channel import Check, Checked, Message, Play, Played, Refused

@@ -18,8 +18,9 @@ from rl_builders import (
 )
 from rollout_builders import small_model
 
-from p2pdiloco.rl.checks import Reason, Refusal, replay, resume, sampled, story
+from p2pdiloco.rl.checks import Reason, Refusal, resume, story
 from p2pdiloco.rl.episodes import Answer, Episode
+from p2pdiloco.rl.replay import replay, sampled
 from p2pdiloco.rollout.verify import Referee
 
 HONEST = told("ab.", "c.", "ddd.")
