@@ -7,7 +7,7 @@ worker is down holds nobody up, and a lie in a token that it misses, others find
 import asyncio
 import random
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from p2pdiloco.rl.checks import Refusal, Rulebook, resume, story
 from p2pdiloco.rl.episodes import unpack
@@ -27,6 +27,10 @@ class Checker:
     rulebook_of: Callable[[int], Rulebook]
     replayed_share: float
     rng: random.Random
+
+    def closely(self) -> "Checker":
+        """One that looks at all tokens."""
+        return replace(self, replayed_share=1.0)
 
     def draw(self) -> bool:
         """Whether to look at an episode's tokens, too."""

@@ -1,6 +1,7 @@
 """Dispatches the rollouts of an rl run, whenever it is this node's turn to.
 
     look --our turn--> roll out --all at an end--> share --next version--> look
+                           ^------------a lie is found-----|
 
 The turn follows from the core's view and is nobody's for longer than a version. If it passes to
 another in the middle of a step, everything here is dropped: the successor asks the workers what
@@ -16,6 +17,7 @@ from typing import Protocol
 
 from p2pdiloco.protocol.dealing import Learner
 from p2pdiloco.protocol.naming import PeerId
+from p2pdiloco.protocol.pauses import Pauses
 from p2pdiloco.protocol.placement import Rules
 from p2pdiloco.protocol.standing import Record, Standing
 from p2pdiloco.protocol.trajectories import Stage
@@ -26,6 +28,7 @@ from p2pdiloco_daemon.crew import Crew
 from p2pdiloco_daemon.exchange import Refused
 from p2pdiloco_daemon.rolling_out import RollingOut
 from p2pdiloco_daemon.share_desk import (
+    DOUBTED,
     GROUPS_BYTES_MAX,
     ShareDesk,
     Standpoint,
@@ -36,6 +39,9 @@ from p2pdiloco_daemon.share_desk import (
 from p2pdiloco_daemon.sharing import Sharing
 from p2pdiloco_daemon.status import view
 
+DOUBTS_S, DOUBTS_MAX_S = 600.0, 4 * 3600.0
+"""Who doubted a share in which nothing was found is not listened to for so long: to look through
+all of a share is dear."""
 LOOK_S = 0.25
 """Between looks at whose turn it is."""
 AGAIN_S = 5.0
@@ -86,6 +92,9 @@ class Dispatcher:
         self._standing = Standing()
         self._rolling_out: RollingOut | None = None
         self._sharing: Sharing | None = None
+        self._doubters = Pauses(DOUBTS_S, DOUBTS_MAX_S)
+        self._found_out = -1
+        """The newest version whose step is gone through again, because of a lie in it."""
         self._waiting = Waiting()
         self._num_heard = 0
 
@@ -135,14 +144,17 @@ class Dispatcher:
     async def _while_mine(self, version: int) -> None:
         working = asyncio.create_task(self._step(version), name=f"dispatch step {version}")
         try:
+            is_again = self._found_out == version
             while self._mine() == version and not working.done():
                 await asyncio.wait((working,), timeout=LOOK_S)
+                if not is_again and self._found_out == version:
+                    break
         finally:
             if not working.done():
                 working.cancel()
                 await asyncio.wait((working,))
             self._rolling_out = self._sharing = None
-        if not working.cancelled():
+        if working.done() and not working.cancelled():
             working.result()
 
     async def _step(self, version: int) -> None:
@@ -153,7 +165,7 @@ class Dispatcher:
             self._crew,
             self._swarm.workers,
             self._standing,
-            self._checker,
+            self._checker.closely() if self._found_out == version else self._checker,
             self._swarm.note,
         )
         await work.run()
@@ -167,15 +179,38 @@ class Dispatcher:
             self._inner_steps,
             self._swarm.learners,
             partial(self._taken, version),
-            partial(self._give, version),
+            partial(self._give, work),
         )
         await self._sharing.run()
 
-    async def _give(self, version: int, peer: PeerId, episodes: Sequence[bytes]) -> None:
+    async def _give(self, work: RollingOut, peer: PeerId, episodes: Sequence[bytes]) -> None:
+        version = work.step.number
         if peer == self._swarm.me:
             await self._desk.take(peer, version, episodes)
-        else:
+            return
+        try:
             await self._shares.hand(peer, share_path(version), pack_share(episodes))
+        except Refused as error:
+            if error.status == DOUBTED:
+                await self._look_through(work, peer, episodes)
+            raise
+
+    async def _look_through(
+        self, work: RollingOut, peer: PeerId, episodes: Sequence[bytes]
+    ) -> None:
+        """The peer says that a token in its share is wrong."""
+        version, now = work.step.number, asyncio.get_running_loop().time()
+        if self._found_out == version or not self._doubters.over(peer, now):
+            return
+        refusals = await self._checker.refusals(version, episodes, range(len(episodes)), ended=True)
+        lies = [pair for pair in zip(episodes, refusals, strict=True) if pair[1] is not None]
+        for data, refusal in lies:
+            assert refusal is not None
+            await work.expose(data, refusal)
+        if lies:
+            self._found_out = version
+        else:
+            self._doubters.begin(peer, now)
 
     async def _taken(self, version: int, peer: PeerId) -> Collection[int] | None:
         if peer == self._swarm.me:

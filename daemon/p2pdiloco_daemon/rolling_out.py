@@ -38,7 +38,7 @@ from p2pdiloco.protocol.turns import (
     Withdraw,
     WorkerLost,
 )
-from p2pdiloco.rl.episodes import pack
+from p2pdiloco.rl.episodes import pack, unpack
 from p2pdiloco.rl.harvest import Grown, Harvest, grown, until
 from p2pdiloco_daemon.checker import Checker
 from p2pdiloco_daemon.crew import Crew, Heard, Played
@@ -122,6 +122,13 @@ class RollingOut:
                 f"step {self.step.number}: {len(self._given_up)} of {self.step.num_trajectories}"
                 f" trajectories given up; the last: {self._given_up[-1].reason}"
             )
+
+    async def expose(self, data: bytes, refusal: str) -> None:
+        """What a worker gave of an episode that has ended turned out not to be true."""
+        episode = unpack(data)
+        givers = self.harvest.givers(episode.trajectory)
+        if len(givers) == len(episode.answers):  # or it has been taken back already
+            self._lied(await self._forger(Grown(episode, data, True), givers), refusal)
 
     def stages(self) -> Mapping[Stage, int]:
         """How many trajectories are where."""

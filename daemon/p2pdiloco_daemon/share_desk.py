@@ -1,11 +1,15 @@
 """Where a member's share of a step arrives: checked, and passed to its learner.
 
     POST /v1/rollouts/share/{step}   {"episodes": [...]} in msgpack -> 204 taken, by now or before;
-                                     409 refused; 503 not yet: ask again; 413
+                                     409 refused; 422 the policy would not have chosen one of its
+                                     tokens: look through it again; 503 not yet: ask again; 413
     GET  /v1/rollouts/share/{step}   {"groups": [...]} in msgpack: what was taken of this step; 404
 
 Only the synchronizer, as seen from here, hands out shares, and only of the version held here. An
 episode counts once, whoever brings it. If the learner is started again, it gets its share again.
+
+A share with another story than its tasks' is its giver's fault, who has looked at all of it. Of the
+tokens it has looked at a sample: one that it missed is first told to it, then held against it.
 """
 
 import asyncio
@@ -30,6 +34,7 @@ EPISODES_MAX = 4096
 GROUPS_BYTES_MAX = 16 * EPISODES_MAX
 BODY_S = 120.0
 """For a share to arrive whole."""
+DOUBTED = 422
 CHECK_S = 60.0
 """For the checks; a share that is not checked by then comes again."""
 
@@ -40,6 +45,10 @@ class NotYet(P2PDilocoError):
 
 class ShareRefused(P2PDilocoError):
     """A share that will not be taken."""
+
+
+class ShareDoubted(ShareRefused):
+    """A share in which a token is wrong that its giver may have missed."""
 
 
 class Standpoint(Protocol):
@@ -102,6 +111,8 @@ class ShareDesk:
         self._taking = asyncio.Lock()
         self._reading: set[PeerId] = set()
         """Who is handing out a share just now: one at a time, as it may be large."""
+        self._doubted: tuple[PeerId, int] | None = None
+        """Whose share was doubted last, and of which step."""
 
     def add_to(self, router: web.UrlDispatcher) -> None:
         router.add_post(SHARE_PATH, self._post)
@@ -168,15 +179,25 @@ class ShareDesk:
         return new
 
     async def _require_truth(self, giver: PeerId, step: int, episodes: Sequence[bytes]) -> None:
-        replayed = [i for i in range(len(episodes)) if self._checker.draw()]
+        replayed = [episode for episode in episodes if self._checker.draw()]
         try:
             async with asyncio.timeout(CHECK_S):
-                refusals = await self._checker.refusals(step, episodes, replayed, ended=True)
+                story = await self._first_refusal(step, episodes, ())
+                tokens = await self._first_refusal(step, replayed, range(len(replayed)))
         except TimeoutError as error:
             raise NotYet(f"the checks of a share took more than {CHECK_S:.0f} s") from error
-        wrong = next((refusal for refusal in refusals if refusal is not None), None)
-        if wrong is not None:
-            raise PeerError(f"an episode in the share of {giver[-8:]} is not true: {wrong}")
+        wrong = f"an episode in the share of {giver[-8:]} is not true: {story or tokens}"
+        if story or (tokens and self._doubted == (giver, step)):
+            raise PeerError(wrong)
+        if tokens:
+            self._doubted = (giver, step)
+            raise ShareDoubted(wrong)
+
+    async def _first_refusal(
+        self, step: int, episodes: Sequence[bytes], replayed: Collection[int]
+    ) -> str | None:
+        refusals = await self._checker.refusals(step, episodes, replayed, ended=True)
+        return next((refusal for refusal in refusals if refusal is not None), None)
 
     def _teach(self, step: int, part: Sequence[bytes]) -> None:
         if learner := self._learner():
@@ -192,6 +213,8 @@ class ShareDesk:
             await self.take(giver, step, unpack_share(await self._body(giver, request)))
         except NotYet as error:
             raise web.HTTPServiceUnavailable(text=str(error)) from error
+        except ShareDoubted as error:
+            raise web.HTTPUnprocessableEntity(text=str(error)) from error
         except ShareRefused as error:
             raise web.HTTPConflict(text=str(error)) from error
         except PeerError as error:

@@ -32,7 +32,15 @@ from p2pdiloco_daemon.crew import Crew, Heard
 from p2pdiloco_daemon.dispatcher import Dispatcher
 from p2pdiloco_daemon.exchange import Busy, Refused, Unreachable
 from p2pdiloco_daemon.held_turns import Played
-from p2pdiloco_daemon.share_desk import NotYet, ShareDesk, ShareRefused, pack_groups, unpack_share
+from p2pdiloco_daemon.share_desk import (
+    DOUBTED,
+    NotYet,
+    ShareDesk,
+    ShareDoubted,
+    ShareRefused,
+    pack_groups,
+    unpack_share,
+)
 from p2pdiloco_daemon.trajectories import RolloutsBusy, TurnRefused
 
 ANNA, BERT, CLEO = (PeerId(name) for name in ("anna", "bert", "cleo"))
@@ -154,6 +162,8 @@ class Worker:
         await asyncio.sleep(0.01)
         if not self.is_up or step > self.version:
             raise RolloutsBusy("the rollout worker is starting")
+        if self.manner == "doubts" and replayed:
+            return ["the policy would not have chosen one of its tokens"] * len(episodes)
         return [
             refusal_of(step, data, replay=i in replayed, ended=ended)
             for i, data in enumerate(episodes)
@@ -194,7 +204,7 @@ class Node:
         checker = Checker(
             own=lambda: self.worker,
             rulebook_of=rulebook,
-            replayed_share=world.replayed_share,
+            replayed_share=world.replayed_shares.get(name, world.replayed_share),
             rng=random.Random(name),
         )
         self.desk = ShareDesk(
@@ -325,6 +335,8 @@ class Peers:
             await node.desk.take(self._me, step, unpack_share(body))
         except NotYet as error:
             raise Busy(peer, 503, str(error)) from error
+        except ShareDoubted as error:
+            raise Refused(peer, DOUBTED, str(error)) from error
         except ShareRefused as error:
             raise Refused(peer, 409, str(error)) from error
         except PeerError as error:
@@ -345,6 +357,8 @@ class World:
 
     names: tuple[PeerId, ...] = (ANNA, BERT, CLEO)
     replayed_share: float = 0.0
+    replayed_shares: dict[PeerId, float] = field(default_factory=dict)
+    """Of those nodes that look at more, or less."""
     version: int = 0
     dead: dict[PeerId, float] = field(default_factory=dict)
     """Since when."""

@@ -118,6 +118,34 @@ def test_a_worker_that_lies_is_named_and_its_turns_are_run_again(
     run_virtual(script())
 
 
+def test_a_lie_that_the_dispatcher_missed_is_found_by_who_gets_it_and_pinned_on_the_liar() -> None:
+    async def script() -> None:
+        async with swarm(World(replayed_shares={BERT: 1.0})) as world:
+            world.nodes[CLEO].worker.manner = "other tokens"
+            for name in (ANNA, BERT):
+                world.nodes[name].worker.turn_s = 4.0  # so that the liar gets most of the turns
+            await world.until_version(1)
+            notes = world.nodes[ANNA].notes
+            assert any("cleo gave a turn that is not true" in note for note in notes)
+            assert not world.nodes[BERT].blamed
+            assert set(world.learnt(0)) == set(ALL)
+            status = world.nodes[ANNA].dispatcher_.status()
+            assert [w.peer for w in status.workers if w.lies] == [CLEO]
+
+    run_virtual(script())
+
+
+def test_a_member_that_cries_wolf_costs_one_look_through() -> None:
+    async def script() -> None:
+        async with swarm(World(replayed_shares={BERT: 1.0})) as world:
+            world.nodes[BERT].worker.manner = "doubts"
+            await world.until_version(1)
+            assert world.learnt(0)
+            assert not world.nodes[ANNA].notes
+
+    run_virtual(script())
+
+
 def test_a_worker_that_is_silent_is_left_alone_and_its_turns_are_run_again() -> None:
     async def script() -> None:
         async with swarm(World()) as world:

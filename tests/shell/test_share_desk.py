@@ -133,7 +133,6 @@ def test_a_share_of_a_version_gone_by_is_refused() -> None:
 FORGED = pack(episode_of(STEP, 0, salt="forged"))
 INVENTED = pack(replace(episode_of(STEP, 0), reward=0.875))
 LIES = {
-    "other tokens": pack_share([*episodes(1), FORGED]),
     "invented reward": pack_share([INVENTED]),
     "the same twice": pack_share(episodes(1, 1)),
     "another step": pack_share([pack(episode_of(STEP + 1, 0))]),
@@ -152,6 +151,17 @@ def test_a_share_that_is_not_true_is_refused_and_its_giver_blamed(lie: str) -> N
         hand(standing, LIES[lie])
     assert refused.value.status == 409
     assert [peer for peer, _ in standing.blamed] == [GIVER]
+    assert not standing.learnt
+
+
+def test_a_wrong_token_is_told_to_its_giver_before_it_is_held_against_it() -> None:
+    standing = Standing()
+    body = pack_share([*episodes(1), FORGED])
+    for status, num_blamed in ((422, 0), (409, 1)):
+        with pytest.raises(Refused) as refused:
+            hand(standing, body)
+        assert refused.value.status == status
+        assert len(standing.blamed) == num_blamed
     assert not standing.learnt
 
 
