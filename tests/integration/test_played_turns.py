@@ -13,7 +13,7 @@ from itertools import cycle
 import numpy as np
 import pytest
 import torch
-from test_learner import run_spec
+from learner_stage import run_spec
 from torch.nn.functional import cross_entropy
 
 from p2pdiloco.learn.models import build_model
