@@ -85,8 +85,11 @@ class Replica:
         merge_rule: MergeRule,
         norm_ratio_max: float = NORM_RATIO_MAX,
         paced_inner_steps: int | None = None,
+        may_stand_still: bool = False,
     ) -> None:
-        """`paced_inner_steps`: H, in a run whose periods vary around it."""
+        """`paced_inner_steps`: H, in a run whose periods vary around it. `may_stand_still`: steps
+        may teach nothing, as those of rollouts that are rewarded alike; elsewhere an outer gradient
+        that is zero is a fault."""
         self.fragments = tuple(fragments)
         self._outer_learning_rate = outer_learning_rate
         self._outer_momentum = outer_momentum
@@ -94,6 +97,7 @@ class Replica:
         self._merge_rule = merge_rule
         self._norm_ratio_max = norm_ratio_max
         self._paced_inner_steps = paced_inner_steps
+        self._may_stand_still = may_stand_still
         self._states: list[FragmentState | None] = [None] * len(self.fragments)
 
     def state(self, fragment: int) -> FragmentState | None:
@@ -119,18 +123,19 @@ class Replica:
 
         `local` float32[size] started from `base_version`. StaleBaseError if another version is
         held, StateDamagedError if it is not what it was; PayloadError if the learner's values are
-        not finite, or all the anchor's: others would refuse that.
+        not finite, or all the anchor's where others would refuse that.
         """
         anchor = self._base(fragment, base_version).anchor
         assert local.shape == anchor.shape and local.dtype == np.float32
         with np.errstate(over="ignore"):  # encode refuses what overflows
             delta = anchor - local
-        if not delta.any():
+        if not (self._may_stand_still or delta.any()):
             raise PayloadError(f"nothing of fragment {fragment} has changed since v{base_version}")
         return encode(delta, self._wire)
 
     def decode_contribution(self, fragment: int, payload: Buffer) -> Vector:
-        """A peer's outer gradient, float32[size], not zero and not longer than plausible.
+        """A peer's outer gradient, float32[size], not longer than plausible, and not zero unless
+        steps may teach nothing.
 
         PayloadError otherwise.
         """
@@ -139,9 +144,9 @@ class Replica:
         return delta
 
     def check_outer_gradient(self, fragment: int, delta: Vector) -> None:
-        """PayloadError if it, or this part of it, is zero or longer than plausible."""
+        """PayloadError if it, or this part of it, is longer than plausible, or zero."""
         length = norm(delta)
-        if length == 0:
+        if length == 0 and not self._may_stand_still:
             raise PayloadError(f"an outer gradient of fragment {fragment} that is zero")
         self._check_length(length, self._newest(fragment))
 

@@ -106,6 +106,7 @@ def replica_of(spec: RunSpec, fragments: tuple[Fragment, ...]) -> Replica:
         wire=spec.sync.wire,
         merge_rule=spec.sync.merge,
         paced_inner_steps=spec.sync.inner_steps if spec.sync.slack_steps else None,
+        may_stand_still=spec.rl is not None,
     )
 
 

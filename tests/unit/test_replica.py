@@ -30,7 +30,12 @@ def weights(seed: int = 0, scale: float = 0.02) -> Vector:
     return (np.random.default_rng(seed).standard_normal(SIZE) * scale).astype(np.float32)
 
 
-def new_replica(wire: WireFormat = "int8", paced_inner_steps: int | None = None) -> Replica:
+def new_replica(
+    wire: WireFormat = "int8",
+    paced_inner_steps: int | None = None,
+    *,
+    may_stand_still: bool = False,
+) -> Replica:
     replica = Replica(
         FRAGMENTS,
         outer_learning_rate=0.7,
@@ -38,6 +43,7 @@ def new_replica(wire: WireFormat = "int8", paced_inner_steps: int | None = None)
         wire=wire,
         merge_rule="rda",
         paced_inner_steps=paced_inner_steps,
+        may_stand_still=may_stand_still,
     )
     replica.put(genesis(0, weights()))
     return replica
@@ -138,6 +144,18 @@ def test_a_learner_that_has_not_moved_contributes_nothing() -> None:
 def test_a_zero_contribution_is_refused() -> None:
     with pytest.raises(PayloadError, match="zero"):
         new_replica().decode_contribution(0, encode(np.zeros(SIZE, np.float32), "int8"))
+
+
+def test_where_steps_may_teach_nothing_a_merge_of_nothing_makes_the_next_version() -> None:
+    replica = new_replica(may_stand_still=True)
+    before = replica.state(0)
+    assert before
+    payload = replica.encode_outer_gradient(0, 0, before.anchor)
+    delta = replica.decode_contribution(0, payload)
+    merged = replica.merge(0, [(delta, 4.0), (delta.copy(), 1.0)])
+    after = replica.apply(0, 1, merged)
+    assert np.array_equal(after.anchor, before.anchor)
+    assert (after.version, after.digest == before.digest) == (1, False)
 
 
 def test_a_huge_contribution_is_refused() -> None:
