@@ -64,6 +64,7 @@ def report(result: JsonObject) -> str:
     rows = [
         [
             load,
+            len(result["loads"][str(load)][PAYING]),
             *(f"{rates[name]:.0f}" for name in variants()),
             f"{rates[PAYING] / max(rate for name, rate in rates.items() if name != PAYING):.2f}",
         ]
@@ -72,9 +73,9 @@ def report(result: JsonObject) -> str:
     head = (
         "Generated tokens per second of process time on one thread by trajectories at once, tiny"
         " preset trained on the dialogues; medians of runs in turns. The last column is the rate of"
-        " drafts that pay over the best of the fixed ones at that load."
+        " drafts that pay over the best of the others at that load; a single run is within some 10 %."
     )
-    return f"{head}\n\n{table(['at once', *variants(), 'ratio'], rows)}"
+    return f"{head}\n\n{table(['at once', 'runs', *variants(), 'ratio'], rows)}"
 
 
 def medians(result: JsonObject) -> list[tuple[int, dict[str, float]]]:
