@@ -37,6 +37,9 @@ SEEDS = 3
 OUTER = ((0.5, 0.3), (0.4, 0.8))
 """The spec's default, and one whose momentum lasts long."""
 VARIANTS = ("on time", "late, factors follow", "late, usual factors")
+"""Factors follow short periods. What they cost when they followed long ones as well is stored under
+`EARLIER`."""
+EARLIER = "late, factors followed long periods too"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +101,7 @@ def train(setting: Setting) -> float:
 def report(found: dict[str, Any]) -> str:
     """What is there of it, since every setting is stored when it is done."""
     rows = []
-    for outer, variant in itertools.product(OUTER, VARIANTS):
+    for outer, variant in itertools.product(OUTER, (*VARIANTS, EARLIER)):
         if f"{outer[0]} {outer[1]} {variant}" not in found:
             continue
         losses = found[f"{outer[0]} {outer[1]} {variant}"]
@@ -115,7 +118,7 @@ def report(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for outer, variant in itertools.product(OUTER, VARIANTS):
         name = f"{outer[0]} {outer[1]} {variant}"
         found[name] = [train(Setting(variant, outer, seed)) for seed in range(SEEDS)]

@@ -12,7 +12,8 @@ to the last bit on all machines. Therefore: float32 only, and one numpy ufunc pe
 IEEE operation on single elements. No sums over elements, and no expression that a compiler could
 contract to a fused multiply-add.
 
-Where the periods of a run vary, learning rate and momentum follow (`OuterStep.after`).
+Where the periods of a run vary, learning rate and momentum follow the short ones
+(`OuterStep.after`).
 """
 
 from dataclasses import dataclass
@@ -28,8 +29,6 @@ Vector: TypeAlias = npt.NDArray[np.float32]
 PARTS = 8
 """Periods are told apart by eighths of H: roots of that order are three square roots, which IEEE
 defines to the last bit, as it does not powers."""
-PERIOD_MAX = 2
-"""A period counts as at most so many times H."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ class OuterStep:
         cls, learning_rate: float, momentum: float, period_steps: int, inner_steps: int
     ) -> "OuterStep":
         """Of a period of h = `period_steps`, where learning rate and momentum are meant for periods
-        of H = `inner_steps`.
+        of H = `inner_steps`. Periods longer than H make the usual step.
 
         An outer gradient of h steps moves the anchor by lr / (1 - mu) times itself in the long run,
         and of what is still to come a merge leaves the part mu. Both should be so by inner steps,
@@ -70,10 +69,13 @@ class OuterStep:
         is then lr / (1 - mu) * mu^2 * momentum at all times, of which every merge delivers the part
         1 - mu_h. (AutoLoCo, arXiv 2609.36662, says that momentum and learning rate must follow H;
         its formulas we have not seen. These are ours.)
+
+        For long periods the same formulas enlarge the step itself, and an outer gradient does not
+        grow as its period does. On real training (`benchmarks.pacing_progress`, three seeds) they
+        cost up to 0.11 nats per byte at a momentum of 0.8, and gained nothing at 0.3.
         """
         parts = max(1, (2 * PARTS * period_steps + inner_steps) // (2 * inner_steps))
-        parts = min(parts, PERIOD_MAX * PARTS)
-        if parts == PARTS or momentum == 0.0:
+        if parts >= PARTS or momentum == 0.0:
             return cls.usual(learning_rate, momentum)
         root, forgotten = sqrt(sqrt(sqrt(momentum))), 1.0
         for _ in range(parts):
