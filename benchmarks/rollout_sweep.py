@@ -73,7 +73,7 @@ def report(result: JsonObject) -> str:
     head = (
         "Generated tokens per second of process time on one thread by trajectories at once, tiny"
         " preset trained on the dialogues; medians of runs in turns. The last column is the rate of"
-        " drafts that pay over the best of the others at that load; a single run is within some 10 %."
+        " drafts that pay over the best of the others at that load; a single run may be 10 % off."
     )
     return f"{head}\n\n{table(['at once', 'runs', *variants(), 'ratio'], rows)}"
 
