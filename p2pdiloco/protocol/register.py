@@ -64,6 +64,8 @@ class Register:
     round: Round | None = None
     opened_at: float = float("-inf")
     """When we opened a round of it last: one whose rounds fail must not keep the others waiting."""
+    reopen_at: float = float("-inf")
+    """Not before this do we open another round of it, after one that found no quorum."""
     pursuit: Pursuit | None = None
     asked: PeerId | None = None
     asked_after: int = 0

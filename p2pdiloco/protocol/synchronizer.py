@@ -39,6 +39,10 @@ long enough for a rough median.
 """
 REPEAT_S = 2.0
 """A member that has not answered a round for so long is asked again with each of its heartbeats."""
+REOPEN_S = 1.0
+"""From one round that found no quorum to the next: where all decline at once, as learners do that
+have nothing to contribute, rounds would follow each other as fast as messages travel.
+"""
 LATE_S = 3.0
 """A fragment that is due for so long, while nobody asks for our outer gradient, is waited for by
 members who disagree about the attempt: the highest that anybody has seen counts.
@@ -152,7 +156,11 @@ class Synchronizer:
         if node.now < self.last_launch + floor_s:
             self.explanation = f"launches are at least {floor_s:.2f} s apart"
             return
-        free = [r for r in self.owned if not (r.round or r.pursuit or r.distrusted)]
+        free = [
+            r
+            for r in self.owned
+            if not (r.round or r.pursuit or r.distrusted) and node.now >= r.reopen_at
+        ]
         ready = node.membership.ready(node.now) if free else []
         due = [r for r in free if node.is_due(r, ready)]
         if not due:
@@ -247,6 +255,7 @@ class Synchronizer:
             if admitted is None:
                 return
             if not admitted:
+                register.reopen_at = round_.opened + REOPEN_S
                 self.give_up(register, round_.reason)
                 return
             self._pull(round_, admitted)

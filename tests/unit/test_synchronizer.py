@@ -286,6 +286,22 @@ def test_a_round_without_quorum_is_given_up_and_opened_again() -> None:
     assert round_of(script).reports == {A: ready(id_)}, "ours still lies ready"
 
 
+def test_a_round_that_all_decline_at_once_is_not_opened_again_at_once() -> None:
+    script = mine(B)
+    script.now = 1.0
+    script.beat(B, local_steps=(H, 0), step_s=0.01)
+    step(script, H // 2, step_s=0.01)
+    id_ = round_of(script).id
+    script.do(events.ContributionFailed(id_, "the learner had nothing to learn from"))
+    script.hear(B, RoundDeclined(id_, "the learner had nothing to learn from"))
+    script.now += 0.9
+    step(script, step_s=0.01)
+    assert script.node.state.registers[0].round is None
+    script.now += 0.1
+    step(script, step_s=0.01)
+    assert round_of(script).stage is Stage.GATHERING
+
+
 # -------------------------------------------------------------------- pulling and merging
 
 
