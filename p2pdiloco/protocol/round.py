@@ -11,7 +11,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from p2pdiloco.protocol.naming import PeerId, RoundId
+from p2pdiloco.protocol.naming import PeerId, RoundId, sentence
 from p2pdiloco.protocol.wire import ContributionReady
 
 GATHER_MIN_S = 20.0
@@ -112,7 +112,10 @@ class Round:
                 f"{num}/{len(self.invited)} ready, {left:.2f} s of grace for {len(waiting)} more",
             )
         if not waiting or now >= self.gather_deadline:
-            return (), f"no quorum: {num} of {self.quorum} needed were ready"
+            why = next(iter(self.refused.values()), "")
+            return (), sentence(
+                f"no quorum: {num} of {self.quorum} needed were ready" + (why and f" ({why})")
+            )
         return (
             None,
             f"quorum {num}/{self.quorum}, waiting for {len(waiting)} of {len(self.invited)}",

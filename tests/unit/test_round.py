@@ -60,7 +60,7 @@ def test_without_anybody_left_to_wait_for_it_is_given_up_at_once() -> None:
     round_ = with_reports(A)
     round_.decline(B, "no")
     round_.decline(C, "no")
-    assert round_.decide(1) == ((), "no quorum: 1 of 2 needed were ready")
+    assert round_.decide(1) == ((), "no quorum: 1 of 2 needed were ready (no)")
 
 
 def test_a_quorum_that_is_lost_again_closes_the_grace_window() -> None:
