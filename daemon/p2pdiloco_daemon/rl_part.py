@@ -48,7 +48,7 @@ class RlPart:
             rng=random.SystemRandom(),
         )
         self._desk = ShareDesk(self._swarm, rl.group_size, self._checker, lambda: self.learner)
-        self._routes = RolloutRoutes(lambda: self.rollouts, traffic)
+        self._routes = RolloutRoutes(lambda: self.rollouts, traffic, lambda: self._swarm.dispatcher)
         self._dispatcher: Dispatcher | None = None
 
     def add_to(self, app: web.Application) -> None:

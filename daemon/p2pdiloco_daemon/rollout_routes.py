@@ -8,7 +8,9 @@ All are added to the application that the node serves to its peers, with its lim
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 
 import aiohttp
 from aiohttp import web
@@ -16,7 +18,7 @@ from aiohttp import web
 from p2pdiloco.errors import PeerError
 from p2pdiloco.protocol.naming import sentence
 from p2pdiloco.protocol.turns import Load
-from p2pdiloco_bootstrap.serving import Traffic, send_body
+from p2pdiloco_bootstrap.serving import Traffic, send_body, sender
 from p2pdiloco_daemon.held_turns import Played
 from p2pdiloco_daemon.rollouts import Rollouts
 from p2pdiloco_daemon.trajectories import TURNS_MAX, RolloutsBusy, TurnRefused
@@ -38,16 +40,28 @@ HEARTBEAT_S = 20.0
 """Between pings; an asker that leaves one unanswered for half of it has gone."""
 WRITE_TIMEOUT_S = 30.0
 """For an answer to leave."""
+OTHERS_MAX = TURNS_MAX // 4
+"""Turns for all who are not the dispatcher in our eyes: nodes may differ about who is for a moment,
+but nobody is to keep the dispatcher from a worker."""
 _KIND = "rollouts"
 """Of the bytes in `Traffic`."""
 
 
 class RolloutRoutes:
-    """`rollouts` gives the node's worker, or None while there is none."""
+    """`rollouts` gives the node's worker, or None while there is none; `dispatcher` whose step it
+    is in the eyes of this node."""
 
-    def __init__(self, rollouts: Callable[[], Rollouts | None], traffic: Traffic) -> None:
+    def __init__(
+        self,
+        rollouts: Callable[[], Rollouts | None],
+        traffic: Traffic,
+        dispatcher: Callable[[], str | None],
+    ) -> None:
         self._rollouts = rollouts
         self._traffic = traffic
+        self._dispatcher = dispatcher
+        self._num_others = 0
+        """Turns in work that others than the dispatcher asked for."""
         self._open: set[web.WebSocketResponse] = set()
 
     def add_to(self, app: web.Application) -> None:
@@ -79,7 +93,8 @@ class RolloutRoutes:
         self._open.add(socket)
         try:
             async with asyncio.TaskGroup() as plays:
-                desk = _Desk(socket, rollouts, self._traffic, plays)
+                place = partial(self._place, sender())
+                desk = _Desk(socket, rollouts, self._traffic, plays, place)
                 try:
                     await desk.listen()
                 finally:
@@ -87,6 +102,20 @@ class RolloutRoutes:
         finally:
             self._open.remove(socket)
         return socket
+
+    @contextmanager
+    def _place(self, asker: str) -> Iterator[None]:
+        """For a turn of an asker; RolloutsBusy if there is none."""
+        if asker == self._dispatcher():
+            yield
+            return
+        if self._num_others >= OTHERS_MAX:
+            raise RolloutsBusy("too many ask for turns who do not dispatch them; ask again later")
+        self._num_others += 1
+        try:
+            yield
+        finally:
+            self._num_others -= 1
 
     def _serving(self) -> tuple[Rollouts, Load]:
         rollouts = self._rollouts()
@@ -109,11 +138,13 @@ class _Desk:
         rollouts: Rollouts,
         traffic: Traffic,
         plays: asyncio.TaskGroup,
+        place: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._socket = socket
         self._rollouts = rollouts
         self._traffic = traffic
         self._plays = plays
+        self._place = place
         self._asked: dict[int, asyncio.Task[None]] = {}
 
     async def listen(self) -> None:
@@ -149,7 +180,9 @@ class _Desk:
     async def _play(self, asked: Ask) -> None:
         answered: Answered
         try:
-            answered = _answer(asked.id, await self._rollouts.play(asked.turn, asked.history))
+            with self._place():
+                played = await self._rollouts.play(asked.turn, asked.history)
+            answered = _answer(asked.id, played)
         except (RolloutsBusy, TurnRefused) as error:
             is_busy = isinstance(error, RolloutsBusy)
             answered = Refusal(asked.id, sentence(str(error)), is_busy)

@@ -69,7 +69,10 @@ def test_many_turns_go_over_one_stream_and_end_with_it() -> None:
             )
             asking = await stack.enter_async_context(open_host(second))
             worker, app = Worker(), new_application(1 << 16)
-            RolloutRoutes(lambda: cast("Rollouts", worker), Traffic()).add_to(app)
+            routes = RolloutRoutes(
+                lambda: cast("Rollouts", worker), Traffic(), lambda: asking.peer_id
+            )
+            routes.add_to(app)
             await stack.enter_async_context(serving.serving(app))
             peer = serving.peer_id
             async with asking_workers(asking.session(), Traffic()) as workers:

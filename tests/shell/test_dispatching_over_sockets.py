@@ -5,6 +5,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import cast
 
 import aiohttp
 from aiohttp import web
@@ -33,6 +34,7 @@ from p2pdiloco_daemon.dispatcher import Dispatcher
 from p2pdiloco_daemon.exchange import Exchange
 from p2pdiloco_daemon.rollout_client import asking_workers
 from p2pdiloco_daemon.rollout_routes import RolloutRoutes
+from p2pdiloco_daemon.rollouts import Rollouts
 from p2pdiloco_daemon.share_desk import ShareDesk
 from p2pdiloco_daemon.turn_wire import LOAD_PATH, TURNS_PATH, LoadReport, pack
 
@@ -81,7 +83,8 @@ class Member:
 
 def served(member: Member) -> web.Application:
     app = new_application(1 << 16)
-    RolloutRoutes(lambda: member.worker, Traffic()).add_to(app)  # type: ignore[arg-type, return-value]
+    worker = cast("Rollouts", member.worker)
+    RolloutRoutes(lambda: worker, Traffic(), lambda: PLAIN_TCP).add_to(app)
     member.desk.add_to(app.router)
     return app
 

@@ -12,12 +12,12 @@ from yarl import URL
 
 from p2pdiloco.errors import PeerError
 from p2pdiloco.protocol.turns import Held, Holding, Load, TurnId
-from p2pdiloco_bootstrap.serving import Traffic, new_application, serving_on_tcp
+from p2pdiloco_bootstrap.serving import PLAIN_TCP, Traffic, new_application, serving_on_tcp
 from p2pdiloco_daemon import rollout_client
 from p2pdiloco_daemon.exchange import Busy, Refused, Unreachable
 from p2pdiloco_daemon.held_turns import Played
 from p2pdiloco_daemon.rollout_client import Workers, asking_workers
-from p2pdiloco_daemon.rollout_routes import RolloutRoutes
+from p2pdiloco_daemon.rollout_routes import OTHERS_MAX, RolloutRoutes
 from p2pdiloco_daemon.rollouts import Rollouts
 from p2pdiloco_daemon.trajectories import HISTORY_BYTES_MAX, RolloutsBusy, TurnRefused
 from p2pdiloco_daemon.turn_wire import TURNS_PATH, Ask, Withdraw, pack
@@ -67,10 +67,13 @@ class Worker:
 
 
 @asynccontextmanager
-async def serving(worker: Worker | None) -> AsyncIterator[str]:
-    """The URL of a node with this worker."""
+async def serving(worker: Worker | None, dispatcher: str = PLAIN_TCP) -> AsyncIterator[str]:
+    """The URL of a node with this worker; who asks here is the dispatcher, unless it is another."""
     app = new_application(1 << 16)
-    RolloutRoutes(lambda: cast("Rollouts | None", worker), Traffic()).add_to(app)
+    routes = RolloutRoutes(
+        lambda: cast("Rollouts | None", worker), Traffic(), dispatcher=lambda: dispatcher
+    )
+    routes.add_to(app)
     async with serving_on_tcp(app) as url:
         yield url
 
@@ -141,6 +144,26 @@ def test_a_refused_and_a_busy_turn_raise_what_they_raise_at_home() -> None:
         assert (await workers.play(PEER, TURN, b"")).episode == b"episode"
 
     run(story)
+
+
+def test_who_does_not_dispatch_gets_some_places_only() -> None:
+    async def run_it() -> None:
+        worker = Worker()
+        worker.gate.clear()
+        async with asyncio.timeout(60), serving(worker, "another") as url, asking(url) as workers:
+            plays = [
+                asyncio.create_task(workers.play(PEER, TurnId(5, i, 0), b""))
+                for i in range(OTHERS_MAX)
+            ]
+            for _ in plays:
+                await worker.began.acquire()
+            with pytest.raises(RolloutsBusy, match="who do not dispatch"):
+                await workers.play(PEER, TurnId(5, OTHERS_MAX, 0), b"")
+            worker.gate.set()
+            await asyncio.wait(plays)
+            assert (await workers.play(PEER, TURN, b"")).episode == b"episode"
+
+    asyncio.run(run_it())
 
 
 def test_cancelling_withdraws_one_turn_and_leaves_the_others() -> None:
