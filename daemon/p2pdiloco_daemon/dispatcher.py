@@ -12,6 +12,7 @@ more than needed, and members take shares of the one that is right in their own 
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Protocol
 
@@ -26,7 +27,7 @@ from p2pdiloco.protocol.waiting import PATIENCE_S, Waiting
 from p2pdiloco_daemon.checker import Checker
 from p2pdiloco_daemon.crew import Crew
 from p2pdiloco_daemon.exchange import Refused
-from p2pdiloco_daemon.rolling_out import RollingOut
+from p2pdiloco_daemon.rolling_out import LOAD_S, WORKERS_MAX, Expected, RollingOut
 from p2pdiloco_daemon.share_desk import (
     DOUBTED,
     GROUPS_BYTES_MAX,
@@ -42,6 +43,8 @@ from p2pdiloco_daemon.status import view
 DOUBTS_S, DOUBTS_MAX_S = 600.0, 4 * 3600.0
 """Who doubted a share in which nothing was found is not listened to for so long: to look through
 all of a share is dear."""
+GREETED_S = 15.0
+"""Between questions to all members while they learn: several within their patience."""
 LOOK_S = 0.25
 """Between looks at whose turn it is."""
 AGAIN_S = 5.0
@@ -130,8 +133,9 @@ class Dispatcher:
     def _look_at_the_other(self) -> None:
         """Whoever dispatches now and does nothing is passed over."""
         swarm, now = self._swarm, asyncio.get_running_loop().time()
-        has_share = swarm.version < 0 or self._desk.groups(swarm.version) is not None
-        signs = None if has_share else self._num_heard
+        has_share = self._desk.groups(swarm.version) is not None
+        is_waiting = swarm.me in swarm.learners() and not has_share
+        signs = self._num_heard if is_waiting else None
         if self._waiting.is_over(swarm.version, swarm.dispatcher, signs, now):
             swarm.pass_over(f"step {swarm.version} has not been dispatched for {PATIENCE_S:.0f} s")
 
@@ -181,7 +185,18 @@ class Dispatcher:
             partial(self._taken, version),
             partial(self._give, work),
         )
-        await self._sharing.run()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._sharing.run(), name=f"share step {version}")
+            while True:
+                await asyncio.sleep(GREETED_S)
+                for worker in self._swarm.workers()[:WORKERS_MAX]:
+                    tasks.create_task(self._greet(worker), name=f"greet {worker}")
+
+    async def _greet(self, worker: PeerId) -> None:
+        """Who has no share hears that somebody dispatches; see `waiting`."""
+        with suppress(*Expected):
+            async with asyncio.timeout(LOAD_S):
+                await self._crew.load(worker)
 
     async def _give(self, work: RollingOut, peer: PeerId, episodes: Sequence[bytes]) -> None:
         version = work.step.number

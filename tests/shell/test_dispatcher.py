@@ -5,6 +5,7 @@ import asyncio
 import random
 
 import pytest
+import rollout_swarm
 from rollout_swarm import (
     ANNA,
     BERT,
@@ -197,6 +198,22 @@ def test_a_joiner_in_mid_step_takes_part_at_once_in_turns_and_in_the_next_shares
             assert joiner.worker.played
             assert any(step == 1 and of for step, of in joiner.learnt)
             assert world.learnt(1) == ALL
+
+    run_virtual(script())
+
+
+def test_a_joiner_that_has_no_share_is_patient_while_the_others_learn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rollout_swarm, "LEARN_S", 1e6)
+
+    async def script() -> None:
+        async with swarm(World(names=(ANNA, BERT))) as world:
+            await world.until_all_have_shares()
+            joiner = world.start(CLEO)
+            await asyncio.sleep(300)
+            assert not joiner.learnt
+            assert not world.passed_over
 
     run_virtual(script())
 
