@@ -169,9 +169,11 @@ def paying_lengths(
     best_rate, best_num = expected / seconds(batch, batch), 0
     for num, (chance, _index) in enumerate(ranked, start=1):
         expected += chance
-        rate = expected / seconds(batch, batch + num)
-        if rate > best_rate:
-            best_rate, best_num = rate, num
+        cost = seconds(batch, batch + num)
+        if expected / cost > best_rate:
+            best_rate, best_num = expected / cost, num
+        elif expected + chance * (len(ranked) - num) <= best_rate * cost:
+            break  # chances fall and costs do not: no more of them can do better
     lengths = [0] * len(path_chances)
     for _chance, index in ranked[:best_num]:
         lengths[index] += 1
