@@ -456,7 +456,7 @@ def main() -> None:
     elif args.study == "report":
         from benchmarks.gossip_report import write_report
 
-        write_report(store, args.results.with_suffix(".md"))
+        write_report(args.results)
     else:
         carry_out(store, STUDIES[args.study](args.seeds), args.minutes)
 

@@ -30,9 +30,10 @@ Rows = Iterable[Sequence[str]]
 Runs = dict[Setting, Outcome]
 
 
-def write_report(store: Store, path: Path) -> None:
-    """Writes gossip.md."""
-    path.write_text("\n\n".join(part.strip() for part in _sections(store)) + "\n")
+def write_report(results: Path) -> None:
+    """Writes the tables beside what is stored."""
+    sections = [part.strip() for part in _sections(Store(results))]
+    results.with_suffix(".md").write_text("\n\n".join(sections) + "\n")
 
 
 def _sections(store: Store) -> Iterator[str]:
