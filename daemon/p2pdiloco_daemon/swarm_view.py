@@ -6,6 +6,7 @@ dispatches the rollouts for it.
 
 from p2pdiloco.protocol import events
 from p2pdiloco.protocol.dealing import Learner
+from p2pdiloco.protocol.membership import Member
 from p2pdiloco.protocol.naming import PeerId
 from p2pdiloco_daemon.node import NodeShell
 
@@ -35,7 +36,8 @@ class SwarmView:
     def workers(self) -> list[PeerId]:
         """The living that may be asked, this node first."""
         state = self._state
-        others = (member.peer for member in state.membership.alive(state.now))
+        alive = state.membership.alive(state.now)
+        others = (member.peer for member in alive if self._may_stand_here(member))
         return [state.me, *filter(state.cooled_down, others)]
 
     def learners(self) -> dict[PeerId, Learner]:
@@ -48,12 +50,21 @@ class SwarmView:
                 heartbeat.step_s > 0,
             )
             for member, heartbeat in state.membership.ready(state.now)
-            if state.cooled_down(member.peer)
+            if state.cooled_down(member.peer) and self._may_stand_here(member)
         }
         if state.ready:
             steps = state.local_steps(self._register)
             learners[state.me] = Learner(state.config.incarnation, steps, state.step_s > 0)
         return learners
+
+    def _may_stand_here(self, member: Member) -> bool:
+        """Not with another state of the same version, on another lineage: what it generates would
+        look untrue here, and it is no liar."""
+        head = member.heartbeat.heads[0] if member.heartbeat else None
+        chain = self._register.chain
+        if head is None or chain is None or head.version != chain.version:
+            return True
+        return head.digest == chain.digest
 
     def blame(self, peer: PeerId, reason: str) -> None:
         """The peer sent what is not true: it is left alone for a while, and another dispatches."""
