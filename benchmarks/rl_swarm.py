@@ -63,8 +63,11 @@ class Curve:
     kills: list[tuple[float, str]] = field(default_factory=list)
     blamed: list[tuple[float, str]] = field(default_factory=list)
     """When which event named a node that was not true."""
+    names: dict[str, str] = field(default_factory=dict)
+    """Of nodes, by the end of their peer ids that events call them by."""
 
     def look(self, at_s: float, node: str, told: JsonObject) -> None:
+        self.names[told["peer_id"][-8:]] = node
         for step, reward in told["reward_curve"]:
             self.rewards[step][node] = reward
         version = max((f["version"] for f in told["fragments"]), default=0)
@@ -75,6 +78,15 @@ class Curve:
             text = f"{node}: {event['text']}"
             if "not true" in text and text not in known:
                 self.blamed.append((at_s - event["seconds_ago"], text))
+
+    def accusations(self) -> list[tuple[float, str]]:
+        """`blamed`, with the names of nodes."""
+        return [(at_s, self._named(text)) for at_s, text in self.blamed]
+
+    def _named(self, text: str) -> str:
+        for peer, name in self.names.items():
+            text = text.replace(peer, name)
+        return text
 
     def per_minute(self) -> list[tuple[int, int, float | None]]:
         """(minute, steps that ended in it, mean reward of them)."""
@@ -167,7 +179,7 @@ def _document(arm: str, minutes: float, curve: Curve, findings: Findings) -> Jso
         "versions": curve.versions,
         "kills": curve.kills,
         "gaps_s": curve.gaps_s(),
-        "blamed": curve.blamed,
+        "blamed": curve.accusations(),
         "reward_before": findings.reward_before,
         "reward_after": findings.reward_after,
         "anchors_identical": len({tuple(d) for d in findings.state_digests.values()}) == 1,

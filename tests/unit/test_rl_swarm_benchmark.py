@@ -11,6 +11,7 @@ from p2pdiloco_daemon.status.view import JsonObject
 
 def status(version: int, rewards: list[tuple[int, float]], *events: str) -> JsonObject:
     return {
+        "peer_id": "12D3KooWabcdefgh",
         "reward_curve": rewards,
         "fragments": [{"version": version}],
         "events": [{"seconds_ago": 1.0, "text": text} for text in events],
@@ -44,10 +45,9 @@ def test_after_a_kill_the_next_version_ends_the_wait() -> None:
 def test_what_was_said_of_forged_turns_is_kept_once() -> None:
     curve = Curve()
     for at_s in (50.0, 52.0):
-        curve.look(
-            at_s, "node-1", status(1, [], "fragment 0 merged", "x gave a turn that is not true")
-        )
-    assert curve.blamed == [(49.0, "node-1: x gave a turn that is not true")]
+        said = "abcdefgh gave a turn that is not true"
+        curve.look(at_s, "node-1", status(1, [], "fragment 0 merged", said))
+    assert curve.accusations() == [(49.0, "node-1: node-1 gave a turn that is not true")]
 
 
 def test_the_report_has_a_column_for_each_arm() -> None:
