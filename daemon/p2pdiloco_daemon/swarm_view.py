@@ -30,8 +30,12 @@ class SwarmView:
 
     @property
     def dispatcher(self) -> PeerId | None:
-        """Of the step of our version."""
-        return self._state.post(self._register)[0] if self._register.chain else None
+        """Of the step of our version, unless its version is another state than ours."""
+        if not self._register.chain:
+            return None
+        peer = self._state.post(self._register)[0]
+        member = self._state.membership.members.get(peer) if peer else None
+        return peer if member is None or self._may_stand_here(member) else None
 
     def workers(self) -> list[PeerId]:
         """The living that may be asked, this node first."""

@@ -35,3 +35,15 @@ def test_who_is_behind_or_ahead_may_come_to_stand_here() -> None:
     script.now += 1.0
     script.beat(C, heads=(head._replace(version=1, digest="f" * 64), other))
     assert view_of(script).workers() == [A, B, C]
+
+
+def test_who_dispatches_for_another_state_of_our_version_does_not_dispatch_for_us() -> None:
+    script = training(B, version=2)
+    view = view_of(script)
+    register = script.node.state.registers[0]
+    while view.dispatcher != B:
+        register.fence = (0, register.attempt_in(0) + 1)
+    head, other = heads_at([make_records(2, fragment=p) for p in (0, 1)])
+    script.now += 1.0
+    script.beat(B, heads=(head._replace(digest="f" * 64), other))
+    assert view.dispatcher is None
