@@ -70,7 +70,10 @@ class PrefixTree:
             del leaf.parent.children[leaf.block]
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Forgets everything, and frees it at once: parents and children hold each other."""
+        for node in self._by_age:
+            node.parent, node.slots = None, None
+            node.children.clear()
         self._root.children.clear()
         self._by_age.clear()
 

@@ -1,3 +1,6 @@
+import gc
+import weakref
+
 import torch
 from rollout_builders import small_model
 
@@ -22,6 +25,23 @@ def test_a_prefix_is_found_up_to_the_block_where_it_ends() -> None:
     assert tree.num_matched([*range(20), 99]) == BLOCK_TOKENS
     assert torch.cat(tree.match(range(33)), dim=3)[0, 0, 0].tolist() == list(range(32))
     assert tree.match([5, *range(40)]) == []
+
+
+def test_what_is_forgotten_is_freed_without_the_garbage_collector() -> None:
+    tree, blocks = PrefixTree(), list[weakref.ref[torch.Tensor]]()
+
+    def watched(start: int, end: int) -> torch.Tensor:
+        block = marked(start, end)
+        blocks.append(weakref.ref(block))
+        return block
+
+    tree.insert(range(64), watched)
+    gc.disable()
+    try:
+        tree.clear()
+        assert [block() for block in blocks] == [None] * 4
+    finally:
+        gc.enable()
 
 
 def test_texts_that_begin_alike_share_blocks() -> None:
