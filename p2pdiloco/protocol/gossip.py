@@ -211,7 +211,10 @@ class Gossiper:
         return [told._replace(stage="whole" if counted else "void")]
 
     def _fetch(self, links: Links, peer: PeerId) -> None:
-        if links.wants(peer) and self.node.may_ask(peer):
+        """An outer gradient only once our own lies ready: before, nothing would keep it."""
+        round_ = self.rounds[links.mix.fragment]
+        early = links.mix.part == "outer" and round_ and round_.stage is Stage.CUTTING
+        if links.wants(peer) and self.node.may_ask(peer) and not early:
             links.ask(peer)
             self.node.do(FetchMix(links.mix, peer))
 
@@ -406,6 +409,7 @@ class Gossiper:
             round_.stage, round_.cut_at = Stage.MIXING, self.node.now
             for peer in round_.outers.partners:
                 self._tell(peer, [round_.outers.link(peer)])
+                self._fetch(round_.outers, peer)
 
     def _finish(self, register: Register, round_: GossipRound) -> None:
         round_.stage, round_.next_version = Stage.FINISHING, self._next_version(register)

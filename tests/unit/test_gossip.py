@@ -302,6 +302,14 @@ def test_outer_gradients_are_swapped_while_the_learner_stands_still() -> None:
     assert FinishRound(0, 3, 4, halves, halves) in done
 
 
+def test_an_outer_gradient_is_not_fetched_before_our_own_is_cut() -> None:
+    script = gossiping(B, plan=BLOCKING)
+    cut(script)
+    fetch = FetchMix(MixId(0, 3, "outer"), B)
+    assert fetch not in script.hear(B, says("open", part="outer"))
+    assert fetch in script.do(events.RoundCut(0, 3))
+
+
 def test_a_learner_stands_still_for_half_a_period_at_most() -> None:
     script = gossiping(B, plan=BLOCKING)
     cut(script)
