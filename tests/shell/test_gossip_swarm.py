@@ -105,10 +105,14 @@ def test_a_quorum_that_all_reach_gives_all_the_same_outer_steps(tmp_path: Path) 
 
     async def scenario(swarm: Swarm) -> None:
         swarm.start(A, B, C)
+        await swarm.train(1.0)
+        for living, step_s in zip(swarm.nodes.values(), (0.4, 0.5, 0.65), strict=True):
+            # so that outer gradients are unlike, and some come before one's own is cut
+            living.learner.step_s, living.learner.pull = step_s, step_s**2
         await swarm.train(2 * MINUTE)
         steps = [living.learner.steps_total for living in swarm.nodes.values()]
         await swarm.settle()
-        assert min(steps) > 0.6 * 2 * MINUTE / 0.5
+        assert min(steps) > 0.6 * 2 * MINUTE / 0.65
         assert min(swarm.versions()) >= 12
         blocked = {f.index for f in FRAGMENTS if any(s.name in OUTER_TENSORS for s in f.slots)}
         for living in swarm.nodes.values():
