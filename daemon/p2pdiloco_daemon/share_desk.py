@@ -5,8 +5,9 @@
                                      tokens: look through it again; 503 not yet: ask again; 413
     GET  /v1/rollouts/share/{step}   {"groups": [...]} in msgpack: what was taken of this step; 404
 
-Only the synchronizer, as seen from here, hands out shares, and only of the version held here. An
-episode counts once, whoever brings it. If the learner is started again, it gets its share again.
+Only the synchronizer, as seen from here or nearly so, hands out shares, and only of the version
+held here. An episode counts once, whoever brings it. If the learner is started again, it gets its
+share again.
 
 A share with another story than its tasks' is its giver's fault, who has looked at all of it. Of the
 tokens it has looked at a sample: one that it missed is first told to it, then held against it.
@@ -60,6 +61,7 @@ class Standpoint(Protocol):
     def version(self) -> int: ...
     @property
     def dispatcher(self) -> PeerId | None: ...
+    def may_dispatch(self, peer: PeerId) -> bool: ...
     def blame(self, peer: PeerId, reason: str) -> None: ...
 
 
@@ -158,7 +160,7 @@ class ShareDesk:
             raise NotYet(f"a share of step {step}; this node is at {version} still")
         if step < version:
             raise ShareRefused(f"a share of step {step}; this node is at {version} already")
-        if giver != dispatcher:
+        if not self._swarm.may_dispatch(giver):
             raise ShareRefused(f"step {step} is dispatched by {dispatcher} as seen from here")
 
     def _new(self, step: int, episodes: Sequence[bytes]) -> dict[int, bytes]:

@@ -8,6 +8,7 @@ from p2pdiloco.protocol import events
 from p2pdiloco.protocol.dealing import Learner
 from p2pdiloco.protocol.membership import Member
 from p2pdiloco.protocol.naming import PeerId
+from p2pdiloco.protocol.state import NUM_DEPUTIES
 from p2pdiloco_daemon.node import NodeShell
 
 
@@ -36,6 +37,19 @@ class SwarmView:
         peer = self._state.post(self._register)[0]
         member = self._state.membership.members.get(peer) if peer else None
         return peer if member is None or self._may_stand_here(member) else None
+
+    def may_dispatch(self, peer: PeerId) -> bool:
+        """Whether it dispatches in our attempt or in one next to it. Members that lost patience
+        with a slow round at different moments disagree about the attempt until the next one; the
+        share of another attempt's dispatcher is as good, since it is checked."""
+        state, register = self._state, self._register
+        post, term, attempt = state.post(register)
+        member = state.membership.members.get(peer)
+        if not register.chain or (member and not self._may_stand_here(member)):
+            return False
+        near = range(max(0, attempt - NUM_DEPUTIES), attempt + NUM_DEPUTIES + 1)
+        drawn = (state.drawing(register.index, term, each).first for each in near)
+        return peer == post or peer in drawn
 
     def workers(self) -> list[PeerId]:
         """The living that may be asked, this node first."""

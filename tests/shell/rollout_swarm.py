@@ -228,6 +228,9 @@ class Node:
     def dispatcher(self) -> PeerId | None:
         return self.world.dispatcher_seen_by(self.me)
 
+    def may_dispatch(self, peer: PeerId) -> bool:
+        return peer == self.dispatcher
+
     def workers(self) -> list[PeerId]:
         return self.world.seen()
 

@@ -61,6 +61,9 @@ class Member:
         )
         self.desk = ShareDesk(self, GROUP_SIZE, self.checker, lambda: self)
 
+    def may_dispatch(self, peer: PeerId) -> bool:
+        return peer == self.dispatcher
+
     def workers(self) -> Sequence[PeerId]:
         return self.names
 

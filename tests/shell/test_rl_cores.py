@@ -30,6 +30,7 @@ from p2pdiloco.protocol import events
 from p2pdiloco.protocol.naming import PeerId
 from p2pdiloco.protocol.pacing import SyncTimes
 from p2pdiloco.protocol.placement import Rules
+from p2pdiloco.protocol.state import NUM_DEPUTIES
 from p2pdiloco.rl.episodes import unpack
 from p2pdiloco_daemon import learner as learners
 from p2pdiloco_daemon.checker import Checker
@@ -294,3 +295,35 @@ def test_a_node_that_lives_and_does_not_dispatch_is_passed_over(tmp_path: Path) 
         await swarm.until_version(version + 3, 1800)
 
     play(tmp_path, scenario)
+
+
+def test_a_member_that_sees_another_attempt_learns_all_the_same(tmp_path: Path) -> None:
+    """It lost patience with a slow round that came to its end after all."""
+
+    async def scenario(swarm: RlSwarm) -> None:
+        swarm.start(A, B, C)
+        num_disagreed = 0
+        for step in range(2, 10):
+            await swarm.until_version(step)
+            dispatcher = swarm.dispatcher()
+            others = [node for name, node in swarm.nodes.items() if name != dispatcher]
+            num_disagreed += any(sees_another_dispatch(node, dispatcher) for node in others)
+            await swarm.until_version(step + 1)
+            assert swarm.learnt(step) == ALL
+        assert num_disagreed
+
+    play(tmp_path, scenario)
+
+
+def sees_another_dispatch(node: RlNode, dispatcher: PeerId) -> bool:
+    """Moves the node to an attempt in which it is another's turn, neither its own; False if there
+    is none near."""
+    register = node.living.node.state.registers[0]
+    before = register.fence
+    _, term, attempt = node.living.node.state.post(register)
+    for further in range(1, NUM_DEPUTIES + 1):
+        register.fence = (term, attempt + further)
+        if node.view.dispatcher not in (dispatcher, node.me):
+            return True
+    register.fence = before
+    return False

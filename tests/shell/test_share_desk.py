@@ -41,6 +41,9 @@ class Standing:
         )
         self.desk = ShareDesk(self, GROUP_SIZE, checker, lambda: self)
 
+    def may_dispatch(self, peer: PeerId) -> bool:
+        return peer == self.dispatcher
+
     def blame(self, peer: PeerId, reason: str) -> None:
         self.blamed.append((peer, reason))
 
