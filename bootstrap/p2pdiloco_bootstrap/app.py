@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from p2pdiloco.spec import SignedSpec
+from p2pdiloco.signed_spec import SignedSpec
 from p2pdiloco_bootstrap.discovery import Discovery
 from p2pdiloco_bootstrap.host import Host, HostOptions, open_host
 from p2pdiloco_bootstrap.identity import Identity, verify_with_key

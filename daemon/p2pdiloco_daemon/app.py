@@ -19,7 +19,8 @@ from p2pdiloco.errors import P2PDilocoError
 from p2pdiloco.optim.fragments import Fragment, fragments_of
 from p2pdiloco.protocol.node import Node
 from p2pdiloco.protocol.wire import PROTOCOL_VERSION
-from p2pdiloco.spec import RunSpec, SignedSpec
+from p2pdiloco.signed_spec import SignedSpec
+from p2pdiloco.spec import RunSpec
 from p2pdiloco_bootstrap.addresses import split_peer
 from p2pdiloco_bootstrap.discovery import Discovery
 from p2pdiloco_bootstrap.host import Host, HostOptions

@@ -12,15 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from p2pdiloco.errors import PeerError, UserError
-from p2pdiloco.spec import (
-    GenesisSpec,
-    RunSpec,
-    SignedSpec,
-    TensorLayout,
-    bytes_to_sign,
-    canonical_bytes,
-    differences,
-)
+from p2pdiloco.signed_spec import SignedSpec, bytes_to_sign, canonical_bytes
+from p2pdiloco.spec import GenesisSpec, RunSpec, TensorLayout
+from p2pdiloco.spec_file import differences
 from p2pdiloco_bootstrap.identity import Identity, verify_with_key
 from p2pdiloco_daemon.bound import bound_command
 

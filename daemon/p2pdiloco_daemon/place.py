@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from p2pdiloco.errors import PeerError, UserError
-from p2pdiloco.spec import SignedSpec
+from p2pdiloco.signed_spec import SignedSpec
 from p2pdiloco_bootstrap.identity import verify_with_key
 from p2pdiloco_bootstrap.invite import parse_invite
 

@@ -12,7 +12,7 @@ from p2pdiloco.protocol.naming import PeerId
 from p2pdiloco.protocol.placement import Rules
 from p2pdiloco.protocol.turns import Step
 from p2pdiloco.rl.rules import limits_of, rl_of, rulebook_of, step_of, task_of
-from p2pdiloco.spec import SignedSpec
+from p2pdiloco.signed_spec import SignedSpec
 from p2pdiloco_bootstrap.serving import Traffic, sender
 from p2pdiloco_daemon import learner as learners
 from p2pdiloco_daemon.checker import Checker

@@ -25,7 +25,8 @@ from p2pdiloco.protocol.topology import (
     hypercube,
     ring,
 )
-from p2pdiloco.spec import RunSpec, SignedSpec
+from p2pdiloco.signed_spec import SignedSpec
+from p2pdiloco.spec import RunSpec
 from p2pdiloco_bootstrap import identity as identities
 from p2pdiloco_bootstrap.addresses import split_peer
 from p2pdiloco_bootstrap.identity import Identity

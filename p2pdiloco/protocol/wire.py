@@ -26,6 +26,7 @@ from p2pdiloco.protocol.naming import (
 )
 
 PROTOCOL_VERSION = 1
+"""Raised whenever two nodes of different versions could not take part in the same run."""
 MESSAGE_BYTES_MAX = 64 * 1024
 """A heartbeat of a run with `FRAGMENTS_MAX` fragments and `SIGHTINGS_MAX` sightings fits."""
 SIGHTINGS_MAX = 64

@@ -19,14 +19,8 @@ from yarl import URL
 from p2pdiloco.errors import PeerError, UserError
 from p2pdiloco.learn.predictions import PREDICTIONS_BYTES
 from p2pdiloco.protocol.uplink import Uplink
-from p2pdiloco.spec import (
-    GenesisSpec,
-    RunSpec,
-    SignedSpec,
-    TensorLayout,
-    bytes_to_sign,
-    canonical_bytes,
-)
+from p2pdiloco.signed_spec import SignedSpec, bytes_to_sign, canonical_bytes
+from p2pdiloco.spec import GenesisSpec, RunSpec, TensorLayout
 from p2pdiloco_bootstrap.app import BootstrapOptions, running_bootstrap
 from p2pdiloco_bootstrap.control_sockets import socket_prefix
 from p2pdiloco_bootstrap.discovery import Discovery

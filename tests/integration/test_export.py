@@ -15,7 +15,8 @@ from p2pdiloco.learn.models import build_model
 from p2pdiloco.optim.fragments import fragments_of
 from p2pdiloco.protocol.lineage import Contributor, Record
 from p2pdiloco.protocol.naming import PeerId
-from p2pdiloco.spec import RunSpec, SignedSpec, bytes_to_sign, canonical_bytes
+from p2pdiloco.signed_spec import SignedSpec, bytes_to_sign, canonical_bytes
+from p2pdiloco.spec import RunSpec
 from p2pdiloco_bootstrap.identity import Identity
 from p2pdiloco_bootstrap.invite import make_invite
 from p2pdiloco_daemon.export import (

@@ -9,7 +9,8 @@ from pydantic import JsonValue
 from p2pdiloco.errors import UserError
 from p2pdiloco.learn.models import build_model, parameter_shapes
 from p2pdiloco.optim.fragments import fragments_of
-from p2pdiloco.spec import ModelSpec, RunSpec, SignedSpec
+from p2pdiloco.signed_spec import SignedSpec
+from p2pdiloco.spec import ModelSpec, RunSpec
 from p2pdiloco_bootstrap.identity import Identity, verify_with_key
 from p2pdiloco_daemon.genesis import SIGNED_SPEC_FILE, genesis_path, make_genesis, prepare_run
 from p2pdiloco_daemon.replica import unpack_state

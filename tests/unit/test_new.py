@@ -7,17 +7,8 @@ from pathlib import Path
 import pytest
 from pydantic import JsonValue
 
-from p2pdiloco.spec import (
-    DataSpec,
-    InnerSpec,
-    ModelSpec,
-    OuterSpec,
-    RlSpec,
-    RunSpec,
-    SyncSpec,
-    parse_spec,
-    read_spec_file,
-)
+from p2pdiloco.spec import DataSpec, InnerSpec, ModelSpec, OuterSpec, RlSpec, RunSpec, SyncSpec
+from p2pdiloco.spec_file import parse_spec, read_spec_file
 from p2pdiloco_daemon.cli.main import main
 from p2pdiloco_daemon.cli.new import draft_text
 

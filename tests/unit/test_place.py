@@ -6,15 +6,8 @@ from pathlib import Path
 import pytest
 
 from p2pdiloco.errors import PeerError, UserError
-from p2pdiloco.spec import (
-    GenesisSpec,
-    RunSpec,
-    SignedSpec,
-    SyncSpec,
-    TensorLayout,
-    bytes_to_sign,
-    canonical_bytes,
-)
+from p2pdiloco.signed_spec import SignedSpec, bytes_to_sign, canonical_bytes
+from p2pdiloco.spec import GenesisSpec, RunSpec, SyncSpec, TensorLayout
 from p2pdiloco_bootstrap.identity import Identity
 from p2pdiloco_bootstrap.invite import make_invite
 from p2pdiloco_daemon.place import Place, open_place

@@ -8,21 +8,10 @@ import pytest
 from pydantic import ValidationError
 
 from p2pdiloco.errors import PeerError, UserError
-from p2pdiloco.spec import (
-    PROTOCOL_VERSION,
-    GenesisSpec,
-    RlSpec,
-    RunSpec,
-    SignedSpec,
-    SyncSpec,
-    TensorLayout,
-    bytes_to_sign,
-    canonical_bytes,
-    differences,
-    parse_spec,
-    read_spec_file,
-    spec_from_bytes,
-)
+from p2pdiloco.protocol.wire import PROTOCOL_VERSION
+from p2pdiloco.signed_spec import SignedSpec, bytes_to_sign, canonical_bytes, spec_from_bytes
+from p2pdiloco.spec import GenesisSpec, RlSpec, RunSpec, SyncSpec, TensorLayout
+from p2pdiloco.spec_file import differences, parse_spec, read_spec_file
 
 OWNER = "ab" * 32
 

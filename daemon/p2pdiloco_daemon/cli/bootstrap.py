@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from p2pdiloco.errors import UserError
-from p2pdiloco.spec import SignedSpec, read_spec_file
+from p2pdiloco.signed_spec import SignedSpec
+from p2pdiloco.spec_file import read_spec_file
 from p2pdiloco_bootstrap.identity import Identity
 from p2pdiloco_daemon.cli.directories import bootstrap_directory
 from p2pdiloco_daemon.cli.new import owner_key_path
