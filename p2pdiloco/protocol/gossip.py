@@ -130,8 +130,9 @@ class Gossiper:
         """When the next grace window ends."""
         limits = (
             self._limit(round_, peer)
-            for round_ in self.rounds
-            if round_ and round_.stage is Stage.MIXING and round_.outers and round_.grace_until
+            for register, round_ in zip(self.node.registers, self.rounds, strict=True)
+            if round_ and round_.stage is Stage.MIXING and _goes_on(register)
+            if round_.outers and round_.grace_until is not None
             for peer in round_.outers.waiting_for()
         )
         return min(limits, default=None)
@@ -271,7 +272,7 @@ class Gossiper:
     def look_around(self, beats: bool) -> None:
         """Called after every event."""
         for register in self.node.registers:
-            if register.chain and not (register.busy or register.distrusted):
+            if _goes_on(register):
                 self._look_at(register, beats)
 
     def _look_at(self, register: Register, beats: bool) -> None:
@@ -524,6 +525,11 @@ class Gossiper:
             at=node.now,
             duration_s=node.now - round_.due_since,
         )
+
+
+def _goes_on(register: Register) -> bool:
+    """Else its round stands until a state is there."""
+    return register.chain is not None and not (register.busy or register.distrusted)
 
 
 def _blocked(outers: Links) -> str:

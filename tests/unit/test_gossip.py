@@ -430,6 +430,14 @@ def test_a_last_word_that_does_not_come_is_not_waited_for_long() -> None:
     assert finishes(script.wait(LAST_WORD_S)) == [{}]
 
 
+def test_a_state_that_is_replaced_does_not_wake_the_node_for_its_window() -> None:
+    script = cut_among_three(quorum=2)
+    swap_outers(script, B)
+    script.do(events.StateDamaged(0, 3))
+    script.wait(1.0)
+    assert script.node.deadline is not None and script.node.deadline > script.now
+
+
 def test_a_round_tells_who_was_left_out_and_why() -> None:
     script = cut_among_three(quorum=2)
     swap_outers(script, B)
