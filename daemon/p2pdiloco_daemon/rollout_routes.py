@@ -40,6 +40,8 @@ HEARTBEAT_S = 20.0
 """Between pings; an asker that leaves one unanswered for half of it has gone."""
 WRITE_TIMEOUT_S = 30.0
 """For an answer to leave."""
+CLOSE_TIMEOUT_S = 2.0
+"""For the last words; the connection of a peer that does not read them is cut."""
 OTHERS_MAX = TURNS_MAX // 4
 """Turns for all who are not the dispatcher in our eyes: nodes may differ about who is for a moment,
 but nobody is to keep the dispatcher from a worker."""
@@ -62,7 +64,7 @@ class RolloutRoutes:
         self._dispatcher = dispatcher
         self._num_others = 0
         """Turns in work that others than the dispatcher asked for."""
-        self._open: set[web.WebSocketResponse] = set()
+        self._open: set[_Desk] = set()
 
     def add_to(self, app: web.Application) -> None:
         app.router.add_get(LOAD_PATH, self.load)
@@ -90,17 +92,15 @@ class RolloutRoutes:
             heartbeat=HEARTBEAT_S, max_msg_size=FRAME_BYTES_MAX, compress=False
         )
         await socket.prepare(request)
-        self._open.add(socket)
-        try:
-            async with asyncio.TaskGroup() as plays:
-                place = partial(self._place, sender())
-                desk = _Desk(socket, rollouts, self._traffic, plays, place)
-                try:
-                    await desk.listen()
-                finally:
-                    desk.withdraw_all()
-        finally:
-            self._open.remove(socket)
+        async with asyncio.TaskGroup() as plays:
+            place = partial(self._place, sender())
+            desk = _Desk(request, socket, rollouts, self._traffic, plays, place)
+            self._open.add(desk)
+            try:
+                await desk.listen()
+            finally:
+                self._open.remove(desk)
+                desk.withdraw_all()
         return socket
 
     @contextmanager
@@ -125,8 +125,9 @@ class RolloutRoutes:
         return rollouts, load
 
     async def _close(self, _app: web.Application) -> None:
-        for socket in list(self._open):
-            await socket.close(code=aiohttp.WSCloseCode.GOING_AWAY)
+        async with asyncio.TaskGroup() as closing:
+            for desk in self._open:
+                closing.create_task(desk.hang_up(aiohttp.WSCloseCode.GOING_AWAY))
 
 
 class _Desk:
@@ -134,12 +135,14 @@ class _Desk:
 
     def __init__(
         self,
+        request: web.Request,
         socket: web.WebSocketResponse,
         rollouts: Rollouts,
         traffic: Traffic,
         plays: asyncio.TaskGroup,
         place: Callable[[], AbstractContextManager[None]],
     ) -> None:
+        self._request = request
         self._socket = socket
         self._rollouts = rollouts
         self._traffic = traffic
@@ -158,7 +161,15 @@ class _Desk:
                 self._take(asked)
             except PeerError as error:
                 reason = str(error)[:100].encode()
-                await self._socket.close(code=aiohttp.WSCloseCode.POLICY_VIOLATION, message=reason)
+                await self.hang_up(aiohttp.WSCloseCode.POLICY_VIOLATION, reason)
+
+    async def hang_up(self, code: int, reason: bytes = b"") -> None:
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self._socket.close(code=code, message=reason)
+        except TimeoutError:
+            if self._request.transport is not None:
+                self._request.transport.abort()
 
     def withdraw_all(self) -> None:
         for task in self._asked.values():

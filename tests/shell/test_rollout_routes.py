@@ -13,7 +13,7 @@ from yarl import URL
 from p2pdiloco.errors import PeerError
 from p2pdiloco.protocol.turns import Held, Holding, Load, TurnId
 from p2pdiloco_bootstrap.serving import PLAIN_TCP, Traffic, new_application, serving_on_tcp
-from p2pdiloco_daemon import rollout_client
+from p2pdiloco_daemon import rollout_client, rollout_routes
 from p2pdiloco_daemon.exchange import Busy, Refused, Unreachable
 from p2pdiloco_daemon.held_turns import Played
 from p2pdiloco_daemon.rollout_client import Workers, asking_workers
@@ -227,6 +227,30 @@ def test_a_worker_that_goes_away_fails_its_turns() -> None:
                 for asked in (play, workers.play(PEER, TURN, b"")):
                     with pytest.raises(Unreachable):
                         await asked
+
+    asyncio.run(run_it())
+
+
+def test_an_asker_that_does_not_read_holds_up_nobody_who_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rollout_routes, "CLOSE_TIMEOUT_S", 0.05)
+
+    async def run_it() -> None:
+        worker = Worker()
+        worker.answer = Played(HELD, 16, bytes(HISTORY_BYTES_MAX))
+        async with aiohttp.ClientSession() as session, AsyncExitStack() as node:
+            url = await node.enter_async_context(serving(worker))
+            socket = await session.ws_connect(url + TURNS_PATH)
+            connection = socket._response.connection
+            assert connection
+            assert isinstance(connection.transport, asyncio.Transport)
+            connection.transport.pause_reading()
+            for number in range(16):
+                await socket.send_bytes(pack(Ask(number, TURN, b"")))
+                await worker.began.acquire()
+            async with asyncio.timeout(10):
+                await node.aclose()
 
     asyncio.run(run_it())
 
