@@ -44,7 +44,8 @@ DOUBTS_S, DOUBTS_MAX_S = 600.0, 4 * 3600.0
 """Who doubted a share in which nothing was found is not listened to for so long: to look through
 all of a share is dear."""
 GREETED_S = 15.0
-"""Between questions to all members while they learn: several within their patience."""
+"""Between questions to all members, those too that are not asked for turns: several within their
+patience."""
 LOOK_S = 0.25
 """Between looks at whose turn it is."""
 AGAIN_S = 5.0
@@ -162,6 +163,12 @@ class Dispatcher:
             working.result()
 
     async def _step(self, version: int) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            greeting = tasks.create_task(self._greet_all(), name="greet all")
+            await self._dispatched(version)
+            greeting.cancel()
+
+    async def _dispatched(self, version: int) -> None:
         step = await asyncio.to_thread(self._step_of, version)
         self._rolling_out = work = RollingOut(
             step,
@@ -185,12 +192,16 @@ class Dispatcher:
             partial(self._taken, version),
             partial(self._give, work),
         )
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._sharing.run(), name=f"share step {version}")
-            while True:
-                await asyncio.sleep(GREETED_S)
-                for worker in self._swarm.workers()[:WORKERS_MAX]:
-                    tasks.create_task(self._greet(worker), name=f"greet {worker}")
+        await self._sharing.run()
+
+    async def _greet_all(self) -> None:
+        while True:
+            await asyncio.sleep(GREETED_S)
+            workers = self._swarm.workers()
+            for first in range(0, len(workers), WORKERS_MAX):
+                async with asyncio.TaskGroup() as tasks:
+                    for worker in workers[first : first + WORKERS_MAX]:
+                        tasks.create_task(self._greet(worker), name=f"greet {worker}")
 
     async def _greet(self, worker: PeerId) -> None:
         """Who has no share hears that somebody dispatches; see `waiting`."""

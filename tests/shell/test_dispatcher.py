@@ -161,6 +161,20 @@ def test_a_worker_that_is_silent_is_left_alone_and_its_turns_are_run_again() -> 
     run_virtual(script())
 
 
+def test_who_is_not_asked_for_turns_hears_all_the_same_that_somebody_dispatches() -> None:
+    async def script() -> None:
+        async with swarm(World()) as world:
+            world.nodes[CLEO].worker.manner = "rubbish"
+            for name in (ANNA, BERT):
+                world.nodes[name].worker.turn_s = 60.0
+            await asyncio.sleep(150)
+            assert world.version == 0
+            assert not world.nodes[CLEO].learnt
+            assert not world.passed_over
+
+    run_virtual(script())
+
+
 def test_a_worker_that_cannot_be_reached_any_more_is_lost() -> None:
     async def script() -> None:
         async with swarm(World()) as world:
