@@ -17,6 +17,8 @@ from p2pdiloco_daemon.trajectories import RolloutsBusy
 PATIENCE_S = 5.0
 """For the worker to have the policy of the step: it takes each version at once."""
 RETRY_S = 0.5
+HUNG_S = 120.0
+"""For each episode; a worker that has not looked through them by then counts as down."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +45,10 @@ class Checker:
         give_up_at = asyncio.get_running_loop().time() + PATIENCE_S
         while (own := self.own()) and own.load():
             try:
-                return await own.check(step, episodes, replayed, ended=ended)
+                async with asyncio.timeout(HUNG_S * max(1, len(episodes))):
+                    return await own.check(step, episodes, replayed, ended=ended)
+            except TimeoutError:
+                break
             except RolloutsBusy:
                 if asyncio.get_running_loop().time() >= give_up_at:
                     break

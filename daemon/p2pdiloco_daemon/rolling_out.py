@@ -100,6 +100,8 @@ class RollingOut:
         self._asking: set[PeerId] = set()
         self._silences: Counter[PeerId] = Counter()
         self._plays: dict[tuple[PeerId, TurnId], asyncio.Task[None]] = {}
+        self._given: set[tuple[PeerId, TurnId]] = set()
+        """Of those, what is looked through here by now."""
         self._children: set[asyncio.Task[None]] = set()
         self._checks = asyncio.Semaphore(CHECKS_AT_ONCE)
         self._given_up: list[GiveUp] = []
@@ -153,6 +155,8 @@ class RollingOut:
     def _carry_out(self, tasks: asyncio.TaskGroup, action: Action) -> None:
         match action:
             case Place(worker, turn):
+                if (worker, turn) in self._given:
+                    return  # it took long to look through, and is answered all the same
                 history = self.harvest.history(turn)
                 if history is None or worker not in self._present:
                     self._inbox.put_nowait(TurnFailed(worker, turn, "it is no longer wanted there"))
@@ -161,6 +165,8 @@ class RollingOut:
                 self._plays[worker, turn] = play
                 play.add_done_callback(lambda _: self._plays.pop((worker, turn), None))
             case Withdraw(worker, turn, reason, is_overdue):
+                if is_overdue and (worker, turn) in self._given:
+                    return
                 if play_ := self._plays.get((worker, turn)):
                     play_.cancel()
                 if is_overdue:
@@ -259,13 +265,16 @@ class RollingOut:
     async def _play(self, worker: PeerId, turn: TurnId, history: bytes) -> None:
         try:
             played = await self._answer(worker, turn, history)
+            self._given.add((worker, turn))
             got = await asyncio.to_thread(_grown, history, played, turn)
         except PeerError as error:
             self._lied(worker, str(error))
         except Expected as error:
             self._failed(worker, _why(error))
         else:
-            await self._judge(worker, turn, got, played.num_reused)
+            await self._judge(worker, turn, history, got, played.num_reused)
+        finally:
+            self._given.discard((worker, turn))
 
     async def _answer(self, worker: PeerId, turn: TurnId, history: bytes) -> Played:
         while True:
@@ -284,7 +293,9 @@ class RollingOut:
                 logger.debug("%s: %s", worker[-8:], error)
         return await self._crew.play(worker, turn, history)
 
-    async def _judge(self, worker: PeerId, turn: TurnId, got: Grown, num_reused: int) -> None:
+    async def _judge(
+        self, worker: PeerId, turn: TurnId, history: bytes, got: Grown, num_reused: int
+    ) -> None:
         givers = [*self.harvest.givers(turn.trajectory), worker]
         replay = self._checker.draw()
         refusal = None
@@ -294,7 +305,7 @@ class RollingOut:
             liar = await self._forger(got, givers) if replay else worker
             self._inbox.put_nowait(TurnFailed(worker, turn, refusal))
             self._lied(liar, refusal)
-        elif self.harvest.take(got, worker):
+        elif self.harvest.history(turn) == history and self.harvest.take(got, worker):
             answer = got.episode.answers[-1]
             new_tokens = answer.end - answer.start
             self._standing.gave(worker, new_tokens, answer.start, num_reused)

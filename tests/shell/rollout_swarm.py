@@ -94,10 +94,11 @@ def refusal_of(step: int, data: bytes, *, replay: bool, ended: bool) -> str | No
 
 @dataclass
 class Worker:
-    """`manner` is "honest" or how it fails; `turn_s` what a turn takes."""
+    """`manner` is "honest" or how it fails; `turn_s` and `check_s` what turns and checks take."""
 
     manner: str = "honest"
     turn_s: float = 1.0
+    check_s: float = 0.01
     is_up: bool = True
     version: int = 0
     kept: dict[int, tuple[int, bool]] = field(default_factory=dict)
@@ -159,7 +160,7 @@ class Worker:
         *,
         ended: bool = True,
     ) -> list[str | None]:
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(self.check_s)
         if not self.is_up or step > self.version:
             raise RolloutsBusy("the rollout worker is starting")
         if self.manner == "doubts" and replayed:

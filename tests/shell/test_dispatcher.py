@@ -2,6 +2,7 @@
 replaced: every trajectory is learnt from once, and the next step comes."""
 
 import asyncio
+import math
 import random
 
 import pytest
@@ -16,6 +17,8 @@ from rollout_swarm import (
     swarm,
 )
 from virtual_clock import run_virtual
+
+from p2pdiloco_daemon import rolling_out
 
 ALL = list(range(NUM_TRAJECTORIES))
 
@@ -157,6 +160,25 @@ def test_a_worker_that_is_silent_is_left_alone_and_its_turns_are_run_again() -> 
             [cleo] = [worker for worker in workers if worker.peer == CLEO]
             assert cleo.failures
             assert cleo.turns == 0
+
+    run_virtual(script())
+
+
+@pytest.mark.parametrize("check_s", [100.0, math.inf], ids=["slow", "hung"])
+def test_nobody_is_left_alone_because_the_dispatcher_is_slow_to_check(
+    check_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rolling_out, "CHECKS_AT_ONCE", 2)
+
+    async def script() -> None:
+        async with swarm(World()) as world:
+            for node in world.nodes.values():
+                node.worker.turn_s = 0.1
+            world.nodes[ANNA].worker.check_s = check_s
+            await world.until_version(1, 3600)
+            assert world.learnt(0) == ALL
+            workers = world.nodes[ANNA].dispatcher_.status().workers
+            assert not [worker for worker in workers if worker.failures or worker.lies]
 
     run_virtual(script())
 
