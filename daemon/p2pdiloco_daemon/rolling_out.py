@@ -130,7 +130,7 @@ class RollingOut:
         episode = unpack(data)
         givers = self.harvest.givers(episode.trajectory)
         if len(givers) == len(episode.answers):  # or it has been taken back already
-            self._lied(await self._forger(Grown(episode, data, True), givers), refusal)
+            self._untrue(await self._forger(Grown(episode, data, True), givers), refusal)
 
     def stages(self) -> Mapping[Stage, int]:
         """How many trajectories are where."""
@@ -249,6 +249,14 @@ class RollingOut:
         )
         self._lost(worker, reason)
 
+    def _untrue(self, giver: PeerId | None, reason: str) -> None:
+        """What it gave, or, of nobody, what was taken over."""
+        if giver is not None:
+            self._lied(giver, reason)
+            return
+        self._note(f"what was taken over is not true, and is generated again: {reason}")
+        self._revoke(None)
+
     def _lied(self, worker: PeerId, reason: str) -> None:
         """What it gave in this step is generated again, with all that was built upon it."""
         pause_s = self._standing.lied(worker, reason, self._now())
@@ -257,7 +265,10 @@ class RollingOut:
             f" {pause_s / 60:.0f} minutes, and what it gave is generated again"
         )
         self._lost(worker, reason)
-        for turn, num_tokens in self.harvest.revoke(worker):
+        self._revoke(worker)
+
+    def _revoke(self, giver: PeerId | None) -> None:
+        for turn, num_tokens in self.harvest.revoke(giver):
             self._inbox.put_nowait(TurnRevoked(turn, num_tokens))
 
     # ---------------------------------------------------------------- turns
@@ -285,8 +296,8 @@ class RollingOut:
             await asyncio.sleep(BUSY_S)
 
     async def _asked(self, worker: PeerId, turn: TurnId, history: bytes) -> Played:
-        """A worker that gave the turn before holds the history most likely."""
-        if history and self.harvest.giver(turn.trajectory) == worker:
+        """Whoever holds the history need not be given it."""
+        if history and self.harvest.holder(turn.trajectory) == worker:
             try:
                 return await self._crew.play(worker, turn, b"")
             except TurnRefused as error:
@@ -304,7 +315,7 @@ class RollingOut:
         if refusal is not None:
             liar = await self._forger(got, givers) if replay else worker
             self._inbox.put_nowait(TurnFailed(worker, turn, refusal))
-            self._lied(liar, refusal)
+            self._untrue(liar, refusal)
         elif self.harvest.history(turn) == history and self.harvest.take(got, worker):
             answer = got.episode.answers[-1]
             new_tokens = answer.end - answer.start
@@ -314,8 +325,9 @@ class RollingOut:
         else:
             self._inbox.put_nowait(TurnFailed(worker, turn, "it is another turn's time by now"))
 
-    async def _forger(self, got: Grown, givers: Sequence[PeerId]) -> PeerId:
-        """Of those that gave its turns, the first whose answer the policy would not have given."""
+    async def _forger(self, got: Grown, givers: Sequence[PeerId | None]) -> PeerId | None:
+        """Of those that gave its turns, the first whose answer the policy would not have given; a
+        worker may hold what it was handed, so nobody answers for what was found with it."""
         if len(set(givers)) > 1:
             for num_turns in range(1, got.num_turns):
                 part = until(got.episode, num_turns)
@@ -396,7 +408,7 @@ class RollingOut:
                 continue
             if refusal is None:
                 self.harvest.found(got, worker)
-                kept.setdefault(worker, []).append(replace(held, num_tokens=got.num_tokens))
+                kept.setdefault(worker, []).append(_held(last, got))
                 return
             # who gave which of its turns, only the earlier dispatcher knew
             self._note(f"trajectory {trajectory} as {worker[-8:]} holds it is not true: {refusal}")
@@ -412,6 +424,13 @@ def _next(turn: TurnId, got: Grown) -> Event:
     if got.is_ended:
         return TrajectoryEnded(turn)
     return TurnReady(replace(turn, turn=turn.turn + 1), got.num_tokens)
+
+
+def _held(last: TurnId, got: Grown) -> Held:
+    """What a worker showed, which may be something else than it said."""
+    if got.is_ended:
+        return Held(last, Holding.ENDED, got.num_tokens)
+    return Held(replace(last, turn=last.turn + 1), Holding.READY, got.num_tokens)
 
 
 def _num_turns(held: Held) -> int:

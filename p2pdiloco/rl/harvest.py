@@ -37,11 +37,13 @@ class Grown:
 
 @dataclass(slots=True)
 class _Stalk:
-    """Of one trajectory. `givers` has one entry for each turn in `data`."""
+    """Of one trajectory. `givers` has one entry for each turn in `data`, None where only an earlier
+    dispatcher knew."""
 
     data: bytes = b""
     num_tokens: int = 0
-    givers: list[PeerId] = field(default_factory=list)
+    givers: list[PeerId | None] = field(default_factory=list)
+    holder: PeerId | None = None
     is_ended: bool = False
 
 
@@ -59,12 +61,12 @@ class Harvest:
         is_next = len(stalk.givers) == turn.turn and not stalk.is_ended
         return stalk.data if is_next else None
 
-    def giver(self, trajectory: int) -> PeerId | None:
-        """Of its last turn."""
-        givers = self._stalks[trajectory].givers
-        return givers[-1] if givers else None
+    def holder(self, trajectory: int) -> PeerId | None:
+        """Whose worker has all of it most likely, if anybody's has."""
+        return self._stalks[trajectory].holder
 
-    def givers(self, trajectory: int) -> Sequence[PeerId]:
+    def givers(self, trajectory: int) -> Sequence[PeerId | None]:
+        """Of its turns; None for those that were `found`."""
         return tuple(self._stalks[trajectory].givers)
 
     def take(self, grown: Grown, giver: PeerId) -> bool:
@@ -72,21 +74,22 @@ class Harvest:
         stalk = self._stalks[grown.episode.trajectory]
         if stalk.is_ended or len(stalk.givers) != grown.num_turns - 1:
             return False
-        self._put(stalk, grown, [*stalk.givers, giver])
+        self._put(stalk, grown, [*stalk.givers, giver], giver)
         return True
 
     def found(self, grown: Grown, holder: PeerId) -> None:
-        """What a worker holds of it, from an earlier dispatcher: all of its turns at once."""
-        self._put(self._stalks[grown.episode.trajectory], grown, [holder] * grown.num_turns)
+        """What a worker holds of it, from an earlier dispatcher: all of its turns at once. Others
+        may have given some of them."""
+        self._put(self._stalks[grown.episode.trajectory], grown, [None] * grown.num_turns, holder)
 
-    def revoke(self, giver: PeerId) -> Iterator[tuple[TurnId, int]]:
-        """Forgets every turn of this giver and all that came after it. Gives for each trajectory
-        the turn that is next now, and the tokens before it."""
+    def revoke(self, giver: PeerId | None) -> Iterator[tuple[TurnId, int]]:
+        """Forgets every turn of this giver, or all that were found, and all that came after it.
+        Gives for each trajectory the turn that is next now, and the tokens before it."""
         for trajectory, stalk in enumerate(self._stalks):
             if giver not in stalk.givers:
                 continue
             num_left = stalk.givers.index(giver)
-            stalk.is_ended = False
+            stalk.is_ended, stalk.holder = False, None
             stalk.givers = stalk.givers[:num_left]
             if num_left:
                 left = until(unpack(stalk.data), num_left)
@@ -105,8 +108,8 @@ class Harvest:
         return groups
 
     @staticmethod
-    def _put(stalk: _Stalk, grown: Grown, givers: list[PeerId]) -> None:
-        stalk.data, stalk.num_tokens = grown.data, grown.num_tokens
+    def _put(stalk: _Stalk, grown: Grown, givers: list[PeerId | None], holder: PeerId) -> None:
+        stalk.data, stalk.num_tokens, stalk.holder = grown.data, grown.num_tokens, holder
         stalk.givers, stalk.is_ended = givers, grown.is_ended
 
 

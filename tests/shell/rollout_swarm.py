@@ -103,6 +103,8 @@ class Worker:
     version: int = 0
     kept: dict[int, tuple[int, bool]] = field(default_factory=dict)
     """By trajectory of the present step: turns that it holds, and whether that is the end."""
+    handed: set[int] = field(default_factory=set)
+    """Of those, what a liar handed it to go on from."""
     played: Counter[TurnId] = field(default_factory=Counter)
     num_running: int = 0
     num_running_max: int = 0
@@ -110,11 +112,14 @@ class Worker:
     def install(self, version: int) -> None:
         self.version = version
         self.kept.clear()
+        self.handed.clear()
 
     def load(self) -> Load | None:
         if not self.is_up:
             return None
         held = tuple(self._held(trajectory) for trajectory in sorted(self.kept))
+        if self.manner == "claims ends":
+            held = tuple(replace(of, holding=Holding.ENDED, turn=_before(of)) for of in held)
         return Load(
             num_rows=4,
             cache_tokens=1 << 16,
@@ -143,6 +148,10 @@ class Worker:
         if not self.is_up:
             raise RolloutsBusy("the rollout worker died")
         self.played[turn] += 1
+        if (history and not _is_forged(history)) or not turn.turn:
+            self.handed.discard(turn.trajectory)
+        elif history:
+            self.handed.add(turn.trajectory)
         played = self._given(turn.trajectory, turn.turn + 1)
         self.kept[turn.trajectory] = (turn.turn + 1, played.holding is Holding.ENDED)
         return played
@@ -171,8 +180,8 @@ class Worker:
         ]
 
     def _given(self, trajectory: int, num_turns: int) -> Played:
-        salt = "forged" if self.manner == "other tokens" else ""
-        whole = episode_of(self.version, trajectory, salt)
+        is_forged = self.manner == "other tokens" or trajectory in self.handed
+        whole = episode_of(self.version, trajectory, "forged" if is_forged else "")
         num_turns = min(num_turns, len(whole.answers))
         is_ended = num_turns == len(whole.answers)
         episode = until(whole, num_turns)
@@ -185,6 +194,18 @@ class Worker:
 
     def _held(self, trajectory: int) -> Held:
         return self._given(trajectory, self.kept[trajectory][0]).held
+
+
+def _is_forged(data: bytes) -> bool:
+    episode = unpack(data)
+    truth = episode_of(episode.answers[0].versions[0], episode.trajectory)
+    return truth.tokens[: len(episode.tokens)] != episode.tokens
+
+
+def _before(held: Held) -> TurnId:
+    """The last turn that is behind what is held."""
+    turn = held.turn
+    return turn if held.holding is Holding.ENDED else replace(turn, turn=turn.turn - 1)
 
 
 class Node:

@@ -85,6 +85,39 @@ def test_what_workers_hold_is_not_generated_again_for_a_new_dispatcher() -> None
     run_virtual(script())
 
 
+def test_what_a_worker_shows_counts_and_not_what_it_says_to_hold() -> None:
+    async def script() -> None:
+        async with swarm(World()) as world:
+            for node in world.nodes.values():
+                node.worker.turn_s = 1.0 if node.me != ANNA else 60.0
+            world.nodes[CLEO].worker.manner = "claims ends"
+            await asyncio.sleep(1.9)
+            assert world.nodes[CLEO].worker.kept
+            world.kill(ANNA)
+            await world.until_version(1)
+            assert set(world.learnt(0)) == set(ALL)
+
+    run_virtual(script())
+
+
+def test_nobody_is_named_for_what_a_liar_handed_to_it() -> None:
+    async def script() -> None:
+        async with swarm(World(replayed_shares={CLEO: 1.0})) as world:
+            for node in world.nodes.values():
+                node.worker.turn_s = 1.0 if node.me != ANNA else 60.0
+            await asyncio.sleep(3.5)
+            cleo = world.nodes[CLEO].worker
+            cleo.handed.update(cleo.kept)
+            world.kill(ANNA)
+            await world.until_version(1)
+            notes = world.nodes[BERT].notes
+            assert any("what was taken over is not true" in note for note in notes)
+            assert not any("gave a turn that is not true" in note for note in notes)
+            assert not world.nodes[CLEO].blamed
+
+    run_virtual(script())
+
+
 def test_two_dispatchers_at_once_count_nothing_twice() -> None:
     async def script() -> None:
         world = World()

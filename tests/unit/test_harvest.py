@@ -63,7 +63,7 @@ def test_the_history_of_a_turn_is_there_until_it_is_answered() -> None:
     taken(harvest, ANNA)
     assert harvest.history(turn(0)) is None
     assert harvest.history(turn(1)) == pack(episode(1))
-    assert harvest.giver(0) == ANNA
+    assert harvest.holder(0) == ANNA
 
 
 def test_a_turn_that_is_there_already_is_not_taken_again() -> None:
@@ -71,7 +71,7 @@ def test_a_turn_that_is_there_already_is_not_taken_again() -> None:
     taken(harvest, ANNA, ANNA, ends=True)
     assert not harvest.take(grown_to(2), BERT)
     assert not harvest.take(grown_to(3), BERT)
-    assert harvest.giver(0) == ANNA
+    assert harvest.holder(0) == ANNA
 
 
 def test_ended_episodes_are_kept_by_group() -> None:
@@ -92,14 +92,16 @@ def test_what_a_liar_gave_is_forgotten_with_all_that_came_after_it() -> None:
     assert left is not None
     assert unpack(left) == episode(1)
     assert harvest.ended() == {}
-    assert harvest.giver(2) == ANNA
+    assert harvest.holder(2) == ANNA
 
 
-def test_what_is_found_at_a_worker_counts_as_given_by_it() -> None:
+def test_nobody_answers_for_what_is_found_at_a_worker() -> None:
     harvest = Harvest(STEP)
     harvest.found(grown_to(2, is_ended=True), BERT)
-    assert harvest.givers(0) == (BERT, BERT)
-    assert list(harvest.revoke(BERT)) == [(turn(0), 3)]
+    assert harvest.givers(0) == (None, None)
+    assert harvest.holder(0) == BERT
+    assert not list(harvest.revoke(BERT))
+    assert list(harvest.revoke(None)) == [(turn(0), 3)]
 
 
 def test_an_episode_is_cut_to_how_it_was_handed_on() -> None:
