@@ -24,8 +24,8 @@ from p2pdiloco_daemon.demo.processes import (
     Home,
     NodeProcess,
     bootstrap_peer,
+    end,
     start_node,
-    stop,
 )
 from p2pdiloco_daemon.status.app import ACTION_HEADER
 from p2pdiloco_daemon.status.view import JsonObject
@@ -108,13 +108,14 @@ class Swarm:
 
     async def leave(self, node: Node) -> None:
         self.nodes.remove(node)
-        await stop([node.started.process])
+        await end([node.started])
 
     async def kill(self, node: Node) -> None:
         """`kill -9` of its daemon; what it started ends by itself."""
         self.nodes.remove(node)
         node.started.process.kill()
         await node.started.process.wait()
+        await end([node.started])
 
     def freeze(self, nodes: Sequence[Node]) -> None:
         """SIGSTOP for what talks to the network: connections stay open, nothing answers."""
@@ -129,7 +130,7 @@ class Swarm:
 
     async def end(self) -> None:
         self.thaw()
-        await stop([node.started.process for node in self.nodes])
+        await end([node.started for node in self.nodes])
 
 
 @asynccontextmanager

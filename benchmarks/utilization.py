@@ -31,7 +31,7 @@ from benchmarks.paced_learner import STEP_S
 from benchmarks.swarm import machine, table, write
 from p2pdiloco.spec import RunSpec, SyncSpec
 from p2pdiloco_daemon.cli.new import write_draft
-from p2pdiloco_daemon.demo.processes import Home, NodeProcess, bootstrap_peer, start_node, stop
+from p2pdiloco_daemon.demo.processes import Home, NodeProcess, bootstrap_peer, end, start_node
 from p2pdiloco_daemon.status.view import JsonObject
 
 RESULTS = Path(__file__).parent / "results" / "utilization"
@@ -105,7 +105,7 @@ async def measure(
                     await _window(strategy, lab, hosts, mbit_s, window_s) for mbit_s in links_mbit_s
                 ]
             finally:
-                await stop([node.process for node in nodes])
+                await end(nodes)
 
 
 async def _window(

@@ -20,6 +20,8 @@ from p2pdiloco_bootstrap.serving import Body, Traffic
 from p2pdiloco_bootstrap.shelf import Contribution, RecordsPage, exchange_application
 
 BOOTSTRAP_ROLE = "bootstrap"
+PEER_KEY = "peer.key"
+"""The peer's identity, in its directory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +68,7 @@ async def running_bootstrap(options: BootstrapOptions) -> AsyncIterator[FirstPee
     traffic = Traffic()
     shelf = GenesisShelf(signed, options.genesis)
     host_options = HostOptions(
-        identity_path=options.directory / "peer.key",
+        identity_path=options.directory / PEER_KEY,
         listen=(options.listen, options.port),
         bootstraps=options.other_bootstraps,
         reachability="public",

@@ -17,8 +17,11 @@ from typing import Protocol, TypeVar
 
 import psutil
 
+from p2pdiloco_bootstrap.app import PEER_KEY
+from p2pdiloco_bootstrap.control_sockets import remove_leftovers
 from p2pdiloco_bootstrap.identity import Identity
 from p2pdiloco_bootstrap.invite import PREFIX
+from p2pdiloco_daemon.place import IDENTITY_FILE
 from p2pdiloco_daemon.status.app import ACTION_HEADER
 from p2pdiloco_daemon.status.view import JsonObject
 
@@ -148,6 +151,8 @@ class Daemon:
         for child in self.orphans():
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
+        for key in (IDENTITY_FILE, PEER_KEY):
+            remove_leftovers(self.directory / key)
 
 
 def is_running(process: psutil.Process) -> bool:

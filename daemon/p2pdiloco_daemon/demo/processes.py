@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from p2pdiloco.errors import UserError
+from p2pdiloco_bootstrap.control_sockets import remove_leftovers
 from p2pdiloco_bootstrap.invite import PREFIX
+from p2pdiloco_daemon.place import IDENTITY_FILE
 
 BOOTSTRAP_TIMEOUT_S = 600.0
 """Importing torch, making the first weights and starting a host take 10 s; on a machine with six
@@ -91,6 +93,13 @@ async def start_node(directory: Path, port: int, invite: str, home: Home = HERE)
     where = ["--dir", str(directory), "--port", str(port), "--listen", f"{home.listen}:0"]
     process = await _start(["join", invite, *where], directory.with_suffix(".log"), home)
     return NodeProcess(directory, port, process)
+
+
+async def end(nodes: Sequence[NodeProcess]) -> None:
+    """Stops those that still run, and takes away what those that were killed left behind."""
+    await stop([node.process for node in nodes])
+    for node in nodes:
+        remove_leftovers(node.directory / IDENTITY_FILE)
 
 
 async def stop(processes: Sequence[Process]) -> None:

@@ -11,13 +11,11 @@ from pathlib import Path
 import aiohttp
 
 from p2pdiloco.errors import UserError
-from p2pdiloco_bootstrap.control_sockets import remove_leftovers
 from p2pdiloco_daemon.demo.display import Display
 from p2pdiloco_daemon.demo.evaluation import Request, evaluate
 from p2pdiloco_daemon.demo.polling import StatusReader
-from p2pdiloco_daemon.demo.processes import NodeProcess, bootstrap_peer, start_node, stop
+from p2pdiloco_daemon.demo.processes import NodeProcess, bootstrap_peer, end, start_node
 from p2pdiloco_daemon.demo.verdict import NodeOutcome, result
-from p2pdiloco_daemon.place import IDENTITY_FILE
 from p2pdiloco_daemon.status.view import JsonObject
 
 SETTLE_TIMEOUT_S = 20.0
@@ -129,9 +127,7 @@ async def _nodes(options: DemoOptions, invite: str) -> AsyncIterator[list[NodePr
             nodes.append(await start_node(directory, options.first_port + index, invite))
         yield nodes
     finally:
-        await stop([node.process for node in nodes])
-        for node in nodes:  # one that was killed could not tidy up itself
-            remove_leftovers(node.directory / IDENTITY_FILE)
+        await end(nodes)
 
 
 async def _watch(
