@@ -8,7 +8,9 @@ when it starts. Whether we can be dialed we ask peers, who try (AutoNAT, libp2p 
 Two hosts behind NATs that give all connections of a host the same port become connected directly:
 p2pd punches a hole for each *new* relayed connection (DCUtR, libp2p specs), once it knows its own
 address, for which it wants to hear it from four peers that it has dialed, and that nobody can dial
-it there. Relayed connections that are older than that knowledge are closed here, once.
+it there. Relayed connections that are older than that knowledge are closed here, and again at
+growing intervals while that comes to nothing: of two hosts one may know itself later than the
+other, and a punch is a matter of luck.
 """
 
 import asyncio
@@ -59,6 +61,9 @@ PUNCHES_AFTER_S = 45.0
 nobody answers takes another 15 s.
 """
 
+PUNCH_PAUSE_S = (45.0, 6 * 3600.0)
+"""First and longest time until a relayed connection makes room for another try."""
+
 AUTONAT_PROTOCOL = "/libp2p/autonat/1.0.0"
 _DIALED, _NOT_DIALED = 0, 100
 
@@ -93,7 +98,8 @@ class Reachability:
         self._slots: dict[str, HeldSlot] = {}
         self._refusals = Pauses(*REFUSAL_S)
         self._own_addresses: tuple[str, ...] = ()
-        self._punched = False
+        self._punches: Pauses | None = None
+        """None while no hole can be punched."""
         self._started_at = asyncio.get_running_loop().time()
         self._in_doubt = asyncio.Event()
 
@@ -144,10 +150,15 @@ class Reachability:
         now = asyncio.get_running_loop().time()
         known = any(multiaddrs.is_public(address) for address in self._own_addresses)
         if not known or self.dialable is None or now < self._started_at + PUNCHES_AFTER_S:
-            self._punched = False
-        elif not self._punched:
-            self._punched = True
-            for peer in relayed:
+            self._punches = None
+            return
+        is_first = self._punches is None
+        self._punches = self._punches or Pauses(*PUNCH_PAUSE_S)
+        for peer in map(PeerId, relayed):
+            is_due = self._punches.over(peer, now)
+            is_new = not self._punches.count(peer)  # p2pd tries by itself
+            self._punches.begin(peer, now)
+            if is_due and (is_first or not is_new):
                 log.info("closing the relayed connection to %s for a direct one", peer[-8:])
                 await self._control.disconnect(peer)
 

@@ -23,7 +23,7 @@ from required_lab import required_lab
 
 from benchmarks.lab import Lab
 from p2pdiloco_bootstrap.host import Host
-from p2pdiloco_bootstrap.reachability import PUNCHES_AFTER_S
+from p2pdiloco_bootstrap.reachability import PUNCH_PAUSE_S, PUNCHES_AFTER_S
 
 pytestmark = [pytest.mark.loopback, pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -94,8 +94,9 @@ def test_a_member_that_can_be_dialed_relays_on_when_the_first_peer_dies(
     asyncio.run(main())
 
 
+@pytest.mark.timeout(420)
 def test_two_hosts_behind_nats_become_connected_directly(lab: Lab, tmp_path: Path) -> None:
-    """Once four peers that they dial have told them their addresses."""
+    """Once four peers that they dial have told them their addresses, and in one of three tries."""
     town, members = lab.public("town"), [lab.public(f"member-{number}") for number in range(3)]
     homes = [lab.behind_nat(name) for name in ("home-a", "home-b")]
 
@@ -108,7 +109,7 @@ def test_two_hosts_behind_nats_become_connected_directly(lab: Lab, tmp_path: Pat
                 await home.connect(other.peer_id, await other.addresses())
             await until_both_reach(a, b)
             assert await is_relayed(a, b)
-            async with asyncio.timeout(2 * PUNCHES_AFTER_S):
+            async with asyncio.timeout(PUNCHES_AFTER_S + 4 * PUNCH_PAUSE_S[0]):
                 while True:
                     await until_both_reach(a, b)
                     if not await is_relayed(a, b):

@@ -12,6 +12,7 @@ from p2pdiloco_bootstrap import protobuf, reachability
 from p2pdiloco_bootstrap.control import Control
 from p2pdiloco_bootstrap.identity import Identity, base58_decode
 from p2pdiloco_bootstrap.reachability import (
+    PUNCH_PAUSE_S,
     PUNCHES_AFTER_S,
     REFUSAL_S,
     RENEW_S,
@@ -175,11 +176,14 @@ def test_whoever_can_be_dialed_gives_its_slots_up(monkeypatch: pytest.MonkeyPatc
     assert host.it.sentence() == "other nodes can dial this one"
 
 
-def test_relayed_connections_are_closed_once_when_holes_can_be_punched(
+RELAYED = "/ip4/44.128.1.2/tcp/1/p2p/x/p2p-circuit"
+
+
+def test_relayed_connections_are_closed_when_holes_can_be_punched(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     host = Watched(monkeypatch)
-    host.control.add("ann", None, "/ip4/44.128.1.2/tcp/1/p2p/x/p2p-circuit")
+    host.control.add("ann", None, RELAYED)
     host.control.add("bob", None)
 
     async def script() -> None:
@@ -192,6 +196,34 @@ def test_relayed_connections_are_closed_once_when_holes_can_be_punched(
         await host.it.look()
         await host.it.look()
         assert host.control.closed == ["ann"]
+
+    play(script)
+
+
+def test_a_hole_that_was_not_punched_is_tried_again_ever_more_rarely(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    host = Watched(monkeypatch)
+    host.control.own = ["/ip4/44.128.5.2/tcp/8600"]
+    host.control.add("ann", None, RELAYED)
+    first_s = PUNCH_PAUSE_S[0]
+
+    async def script() -> None:
+        host.it.dialable = False
+        await host.it.look()
+        await asyncio.sleep(PUNCHES_AFTER_S)
+        await host.it.look()
+        host.control.add("cyd", None, RELAYED)  # p2pd tries a new one by itself
+        await host.it.look()
+        assert host.control.closed == ["ann"]
+        await asyncio.sleep(first_s)
+        await host.it.look()
+        assert host.control.closed == ["ann", "ann", "cyd"]
+        host.control.closed.clear()
+        for _ in range(24):
+            await asyncio.sleep(3600.0)
+            await host.it.look()
+        assert 4 <= host.control.closed.count("ann") <= 10
 
     play(script)
 
