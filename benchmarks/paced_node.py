@@ -5,9 +5,9 @@ python -m benchmarks.paced_node PYTHON -m p2pdiloco_daemon.cli.main join ...
 
 import sys
 
-from p2pdiloco_daemon import learner
 from p2pdiloco_daemon.cli import main as cli
+from p2pdiloco_daemon.learner import Learner
 
 if __name__ == "__main__":
-    learner.LEARNER_MODULE = "benchmarks.paced_learner"
+    Learner.module = "benchmarks.paced_learner"
     sys.exit(cli.main(sys.argv[4:]))

@@ -57,7 +57,9 @@ class Trace:
     @classmethod
     def of(cls, runs: Sequence[tuple[Any, Any, Any]]) -> "Trace":
         """`runs` are (node, load, setting) of live runs, as `pacing_parts` wrote them."""
-        quiet, syncing, sync_s, steps, seconds = [], [], [], 0, 0.0
+        quiet: list[tuple[float, float]] = []
+        syncing: list[tuple[float, float]] = []
+        sync_s, steps, seconds = [], 0, 0.0
         for node, answers, setting in runs:
             spans = [(sync["start"], sync["end"]) for sync in node["syncs"]]
             sync_s += [end - start for start, end in spans]

@@ -71,19 +71,19 @@ def with_engine(
     started = time.process_time()
     if drafter and calibrated:
         engine.calibrate()
-    calibrated = time.process_time()
+    calibrated_at = time.process_time()
     digest, num_tokens, num_steps = blake2b(digest_size=8), 0, 0
     for epoch in range(policy.workload.epochs):
         dialogues = dialogues_of(policy, load, epoch)
         tokens, steps = _play(engine, dialogues, at_once or load)
         num_tokens, num_steps = num_tokens + tokens, num_steps + steps
         digest.update(repr([dialogue.tokens for dialogue in dialogues]).encode())
-    seconds = time.process_time() - calibrated
+    seconds = time.process_time() - calibrated_at
     detail = {
         "tokens per step": round(num_tokens / num_steps, 2),
         "verdicts": engine.referee.num_verdicts,
         "errors beyond the margin": engine.referee.num_exceeded,
-        "calibration s": round(calibrated - started, 1),
+        "calibration s": round(calibrated_at - started, 1),
     }
     return Outcome(num_tokens, seconds, digest.hexdigest(), detail)
 
