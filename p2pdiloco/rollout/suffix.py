@@ -60,17 +60,27 @@ class Drafter(Protocol):
 
 
 class SuffixDrafter:
-    """SuffixDecoding in plain Python, some 10 us per token learned or drafted."""
+    """SuffixDecoding in plain Python, some 10 us per token learned or drafted.
+
+    What it is told is read when a draft is asked for: where drafts do not pay, nothing is spent.
+    """
 
     def __init__(self, window_tokens: int = 1 << 18) -> None:
         """Remembers at most the last `window_tokens` learned; a token takes about 0.5 kB."""
         self._generation_tokens = max(1, window_tokens // NUM_GENERATIONS)
         self._generations: deque[_Automaton] = deque(maxlen=NUM_GENERATIONS)
+        self._unread: deque[Sequence[int]] = deque()
+        """Pieces of finished responses that are in no automaton yet."""
+        self._num_unread = 0
         self._texts: dict[str, _Text] = {}
 
     @property
     def num_tokens(self) -> int:
-        """Tokens remembered of finished responses."""
+        """Tokens in memory of finished responses."""
+        return self._num_read + self._num_unread
+
+    @property
+    def _num_read(self) -> int:
         return sum(automaton.num_tokens for automaton in self._generations)
 
     @property
@@ -90,9 +100,14 @@ class SuffixDrafter:
 
     def learn(self, tokens: Sequence[int]) -> None:
         for start in range(0, len(tokens), self._generation_tokens):
-            self._learn(tokens[start : start + self._generation_tokens])
+            piece = tokens[start : start + self._generation_tokens]
+            self._unread.append(piece)
+            self._num_unread += len(piece)
+        self._forget()
 
     def draft(self, request: str, num_tokens_max: int) -> Draft:
+        while self._unread:
+            self._read(self._unread.popleft())
         best = Draft()
         for matches in self._texts[request].matches(self._generations):
             draft = _best_draft(matches, num_tokens_max)
@@ -100,7 +115,16 @@ class SuffixDrafter:
                 best = draft
         return best
 
-    def _learn(self, tokens: Sequence[int]) -> None:
+    def _forget(self) -> None:
+        """What is too much for the window: the oldest first, an automaton whole."""
+        window_tokens = self._generation_tokens * NUM_GENERATIONS
+        while self._generations and self.num_tokens > window_tokens:
+            self._generations.popleft()
+        while self._num_unread > window_tokens:
+            self._num_unread -= len(self._unread.popleft())
+
+    def _read(self, tokens: Sequence[int]) -> None:
+        self._num_unread -= len(tokens)
         newest = self._generations[-1] if self._generations else None
         if newest is None or newest.num_tokens + len(tokens) > self._generation_tokens:
             newest = _Automaton()
@@ -245,22 +269,28 @@ class _Text:
 
     def __init__(self) -> None:
         self._own = _Automaton()
+        self._unread: list[int] = []
         self._recent: deque[int] = deque(maxlen=DEPTH)
         self._cursors: list[_Cursor] = []
 
     def extend(self, tokens: Iterable[int]) -> None:
-        for token in tokens:
-            self._own.append(token)
-            self._recent.append(token)
-            for cursor in self._cursors:
-                cursor.advance(token)
+        self._unread += tokens
 
     def matches(self, generations: Iterable[_Automaton]) -> Iterator[Iterator[_Match]]:
         """Of its own earlier text, then of each generation, the newest first."""
+        self._read()
         yield self._own_matches()
         self._follow(generations)
         for cursor in reversed(self._cursors):
             yield cursor.matches()
+
+    def _read(self) -> None:
+        for token in self._unread:
+            self._own.append(token)
+            self._recent.append(token)
+            for cursor in self._cursors:
+                cursor.advance(token)
+        self._unread.clear()
 
     def _own_matches(self) -> Iterator[_Match]:
         """The end of the text itself has nothing after it and is not counted."""
