@@ -95,9 +95,10 @@ class Dealing:
         taken: Mapping[PeerId, Collection[int]],
     ) -> None:
         """`groups` have episodes. `taken` are those that members took of an earlier dispatcher, an
-        empty collection if they took an empty share. A learner has learnt after `inner_steps`."""
+        empty collection if they took an empty share; of what they say, what is none of `groups` is
+        left out: it cannot be dealt again. A learner has learnt after `inner_steps`."""
         self._inner_steps = inner_steps
-        self._taken_before = {peer: set(of) for peer, of in taken.items()}
+        self._taken_before = {peer: set(of).intersection(groups) for peer, of in taken.items()}
         self._undealt = set(groups).difference(*self._taken_before.values())
         self._members: dict[PeerId, _Member] = {}
         self._dealt = False

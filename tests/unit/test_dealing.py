@@ -112,3 +112,18 @@ def test_what_a_dead_member_took_of_an_earlier_dispatcher_is_dealt_in_the_end() 
     dealing.handle(ShareTaken(ANNA, share.groups), 0.0)
     assert dealing.num_waiting == 0
     assert dealing.handle(seen(ANNA), ORPHANED_S + 1) == [SendShare(ANNA, (1,))]
+
+
+def test_only_groups_that_are_here_are_dealt_whatever_a_member_says_it_took() -> None:
+    """It may say anything, and an earlier dispatcher may have had groups that are lost."""
+    dealing = Dealing(range(2), INNER_STEPS, {BERT: {1, 999}})
+    dealing.handle(seen(BERT), 0.0)
+    dealing.handle(LearnersSeen({BERT: Learner(2, 0, False)}), 1.0)
+    assert dealing.handle(ShareTaken(BERT, (0,)), 1.0) == [SendShare(BERT, (1,))]
+
+
+def test_only_groups_that_are_here_are_dealt_after_a_member_that_took_others_is_gone() -> None:
+    dealing = Dealing(range(2), INNER_STEPS, {BERT: {1, 999}})
+    dealing.handle(seen(ANNA, BERT), 0.0)
+    dealing.handle(ShareTaken(ANNA, (0,)), 0.0)
+    assert dealing.handle(seen(ANNA), ORPHANED_S + 1) == [SendShare(ANNA, (1,))]
