@@ -4,10 +4,11 @@
 draft, with them a run.
 """
 
+import json
 import math
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from p2pdiloco.protocol.turns import HELD_MAX
 from p2pdiloco.protocol.wire import FRAGMENTS_MAX, PROTOCOL_VERSION
@@ -17,6 +18,18 @@ TRAJECTORY_TOKENS_MAX = 1 << 16
 
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Share = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _finite(table: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """Numbers deep in a table are not those of fields, of which pydantic sees to it."""
+    try:
+        json.dumps(table, allow_nan=False)
+    except ValueError:
+        raise ValueError("numbers must be finite, got NaN or infinity") from None
+    return table
+
+
+_ModelConfig: TypeAlias = Annotated[dict[str, JsonValue], AfterValidator(_finite)]
 
 
 class _Section(BaseModel):
@@ -37,7 +50,7 @@ class ModelSpec(_Section):
     preset: Literal["tiny", "small"] | None = None
     """Llamas over 256 byte tokens. `tiny`: 128 wide, 5 layers, 4 heads, 1.02 M parameters; `small`:
     384 wide, 6 layers, 6 heads, 10.7 M parameters."""
-    config: dict[str, JsonValue] | None = None
+    config: _ModelConfig | None = None
     """The content of a transformers config.json, with its `model_type`."""
     checkpoint: str | None = None
     """A directory in Hugging Face format, or a name on the hub; its weights become the genesis."""
@@ -291,7 +304,7 @@ class GenesisSpec(_Section):
     num_parameters: int = Field(ge=1)
     tensors: tuple[TensorLayout, ...] = Field(min_length=1)
     """Their layout, so that a daemon needs no model code to follow the run."""
-    config: dict[str, JsonValue] | None = None
+    config: _ModelConfig | None = None
     """Of the checkpoint that the run started from: only the owner needs the checkpoint itself."""
     state_digests: tuple[Digest, ...]
     """Of each fragment's version 0, in fragment order."""

@@ -109,7 +109,9 @@ def _section_at(table: tuple[str | int, ...]) -> type[BaseModel]:
 
 
 def _section_type(section: type[BaseModel], name: str) -> type[BaseModel] | None:
-    annotation = section.model_fields[name].annotation
+    """None also for a place in a list of tables."""
+    field = section.model_fields.get(name)
+    annotation = field.annotation if field else None
     for candidate in (annotation, *get_args(annotation)):
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):
             return candidate

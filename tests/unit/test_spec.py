@@ -317,6 +317,23 @@ def test_garbage_is_not_a_spec(spec_bytes: bytes) -> None:
         spec_from_bytes(spec_bytes)
 
 
+def test_an_unknown_key_in_a_list_of_tables_is_named() -> None:
+    values = json.loads(canonical_bytes(complete_spec()))
+    values["genesis"]["tensors"][1]["shade"] = 1
+    with pytest.raises(PeerError, match=r"genesis\.tensors\.1\.shade: unknown key; did you mean"):
+        spec_from_bytes(json.dumps(values).encode())
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("-inf")])
+def test_a_number_of_a_model_s_configuration_is_finite(number: float) -> None:
+    values = json.loads(canonical_bytes(complete_spec()))
+    values["genesis"]["config"] = {"model_type": "llama", "rope": [{"theta": number}]}
+    with pytest.raises(PeerError, match=r"genesis\.config: numbers must be finite"):
+        spec_from_bytes(json.dumps(values).encode())
+    draft = f'name = "a"\n[model]\nconfig = {{ model_type = "llama", eps = {number} }}'
+    assert refusal(draft) == "run.toml: model.config: numbers must be finite, got NaN or infinity"
+
+
 def test_genesis_must_name_every_fragment() -> None:
     with pytest.raises(ValueError, match="must name 6 fragments, got 1"):
         RunSpec(name="a").with_genesis(genesis(("0" * 64,)))
