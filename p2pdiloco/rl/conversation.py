@@ -66,7 +66,7 @@ class Conversation:
         self._policy = policy
         self._limits = limits
         self._answers: list[Answer] = []
-        self._write(self._environment.prompt)
+        self.tokens += self._encoded(self._environment.prompt)
         if self._num_left < 1:
             raise ValueError(
                 f"a prompt of {len(self.tokens)} tokens leaves no room for an answer within"
@@ -95,7 +95,8 @@ class Conversation:
         """The turn as it was generated, at least one token, with its stop token if it has one.
 
         One that was as long as an answer may be ends without; the environment hears it as it is.
-        What the trajectory's own limit cut it does not hear.
+        What the trajectory's own limit cut it does not hear; and what it says where no other answer
+        may follow is not written.
         """
         chosen = [token.token for token in answer]
         logprobs = tuple(token.logprob for token in answer)
@@ -110,9 +111,11 @@ class Conversation:
         if isinstance(outcome, Ended):
             self._end(outcome.reward, is_cut=False)
             return
-        self._write(outcome.text)
-        if self.turn == self._limits.turns_max or self._num_left < 1:
+        words = self._encoded(outcome.text)
+        if self.turn == self._limits.turns_max or len(words) >= self._num_left:
             self._end(0.0, is_cut=True)
+            return
+        self.tokens += words
 
     def so_far(self) -> Episode:
         """An episode that goes on, as another worker may resume it (checks.py): at least one
@@ -124,8 +127,8 @@ class Conversation:
     def _num_left(self) -> int:
         return self._limits.tokens_max - len(self.tokens)
 
-    def _write(self, text: str) -> None:
-        self.tokens += [int(token) for token in self._tokenizer.encode(text.encode())]
+    def _encoded(self, text: str) -> list[int]:
+        return [int(token) for token in self._tokenizer.encode(text.encode())]
 
     def _end(self, reward: float, *, is_cut: bool) -> None:
         self.episode = self._episode(reward, is_cut=is_cut)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import msgpack
 import pytest
-from rl_builders import LIMITS, RULES, STOP, TASKS, episode, say, told
+from rl_builders import LIMITS, RULES, STOP, TASKS, episode, say, so_far, told
 
 from p2pdiloco.errors import PeerError
 from p2pdiloco.protocol.naming import PeerId
@@ -52,6 +52,22 @@ def test_a_trajectory_at_its_limit_is_cut(limits: Mapping[str, int]) -> None:
     cut = told("ab.", "c.", rules=rules)
     assert cut.is_cut
     assert cut.reward == 0
+
+
+@pytest.mark.parametrize("tokens_max", [9, 11, 12])
+def test_no_trajectory_has_more_tokens_than_it_may_whatever_the_environment_says(
+    tokens_max: int,
+) -> None:
+    """"begin" and "ab." are eight tokens, "more" would be four; a model may know no position
+    beyond."""
+    cut = told("ab.", rules=replace(RULES, limits=replace(LIMITS, tokens_max=tokens_max)))
+    assert cut.is_cut
+    assert len(cut.tokens) <= tokens_max
+
+
+def test_an_answer_of_one_token_may_follow_what_the_environment_says() -> None:
+    rules = replace(RULES, limits=replace(LIMITS, tokens_max=13))
+    assert len(so_far("ab.", rules=rules).tokens) == 12
 
 
 def test_the_last_turn_may_not_outgrow_the_trajectory() -> None:
