@@ -58,7 +58,7 @@ def test_a_trajectory_at_its_limit_is_cut(limits: Mapping[str, int]) -> None:
 def test_no_trajectory_has_more_tokens_than_it_may_whatever_the_environment_says(
     tokens_max: int,
 ) -> None:
-    """"begin" and "ab." are eight tokens, "more" would be four; a model may know no position
+    """Prompt and answer are eight tokens, "more" would be four; a model may know no position
     beyond."""
     cut = told("ab.", rules=replace(RULES, limits=replace(LIMITS, tokens_max=tokens_max)))
     assert cut.is_cut
