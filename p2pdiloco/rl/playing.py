@@ -7,7 +7,7 @@ A history is a packed episode so far (`Conversation.so_far`), empty before the f
 from a peer: what its policy did not choose must be true (checks.py).
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from p2pdiloco.errors import PeerError
 from p2pdiloco.protocol.turns import TurnId
@@ -45,22 +45,20 @@ class Player:
         """By id of the request."""
 
     def begin(self, number: int, turn: TurnId, history: bytes) -> None:
-        """Begins a turn, called by `number` from here on. PeerError or ValueError if it cannot be,
-        `QueueFull` if it cannot be now."""
+        """Begins a turn, called by `number` from here on, here and in the engine: no two turns may
+        have the same, nor a turn that is wanted again the one that it had. PeerError or ValueError
+        if it cannot be, `QueueFull` if it cannot be now."""
         conversation = self._conversation(turn, history)
         if conversation.turn != turn.turn:
             raise PeerError(f"the history of {turn} has {conversation.turn} turns")
-        request = conversation.request()
+        request = replace(conversation.request(), id=str(number))
         self._engine.submit(request)
         self._playing[request.id] = _Playing(number, conversation)
 
     def withdraw(self, number: int) -> None:
         """Ends a turn, and what the engine has of it; not an error if it has ended."""
-        for name, playing in self._playing.items():
-            if playing.number == number:
-                del self._playing[name]
-                self._engine.cancel(name)
-                return
+        if self._playing.pop(str(number), None):
+            self._engine.cancel(str(number))
 
     def withdraw_all(self) -> list[int]:
         """Ends all turns; says which."""

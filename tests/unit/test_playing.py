@@ -117,11 +117,31 @@ def test_a_turn_with_a_wrong_history_is_refused(turn: TurnId, history: bytes, re
     assert not worker.engine.has_work
 
 
-def test_a_turn_in_work_cannot_be_begun_again_nor_one_too_many() -> None:
+def test_one_turn_too_many_is_for_later() -> None:
     worker = Worker(num_waiting_max=1)
     worker.player.begin(1, TURNS[0], b"")
-    with pytest.raises(ValueError, match="is here already"):
-        worker.player.begin(2, TURNS[0], b"")
     with pytest.raises(QueueFull):
         worker.player.begin(2, replace(TURNS[0], trajectory=2), b"")
     assert [turned.number for turned in worker.finish()] == [1]
+
+
+def test_a_turn_that_is_withdrawn_and_wanted_again_at_once_is_the_same() -> None:
+    worker = Worker()
+    first = worker.played(TURNS[0], b"").conversation
+    worker.player.begin(1, TURNS[0], b"")
+    worker.engine.step()
+    worker.player.withdraw(1)
+    worker.player.begin(2, TURNS[0], b"")
+    [again] = worker.finish()
+    assert again.number == 2
+    assert again.conversation.so_far() == first.so_far()
+
+
+def test_who_asks_for_a_turn_with_a_history_of_its_own_keeps_nobody_from_it() -> None:
+    worker = Worker()
+    first = worker.played(TURNS[0], b"").conversation.so_far()
+    place = first.answers[0].start
+    forged = with_token(first, place, first.tokens[place] % 60 + 1)
+    worker.player.begin(1, TURNS[1], pack(forged))
+    worker.player.begin(2, TURNS[1], pack(first))
+    assert sorted(turned.number for turned in worker.finish()) == [1, 2]
