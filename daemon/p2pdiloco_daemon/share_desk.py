@@ -14,7 +14,8 @@ tokens it has looked at a sample: one that it missed is first told to it, then h
 """
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Protocol, TypeVar
 
@@ -111,8 +112,8 @@ class ShareDesk:
         self._learner = learner
         self._share: Share | None = None
         self._taking = asyncio.Lock()
-        self._reading: set[PeerId] = set()
-        """Who is handing out a share just now: one at a time, as it may be large."""
+        self._handing: set[PeerId] = set()
+        """Whose share is on its way or looked through: one at a time, as it may be large."""
         self._doubted: tuple[PeerId, int] | None = None
         """Whose share was doubted last, and of which step."""
 
@@ -212,7 +213,8 @@ class ShareDesk:
         step = int(request.match_info["step"])
         try:
             self._require_turn(giver, step)
-            await self.take(giver, step, unpack_share(await self._body(giver, request)))
+            with self._place(giver):
+                await self.take(giver, step, unpack_share(await _read(request)))
         except NotYet as error:
             raise web.HTTPServiceUnavailable(text=str(error)) from error
         except ShareDoubted as error:
@@ -224,17 +226,16 @@ class ShareDesk:
             raise web.HTTPConflict(text=str(error)) from error
         return web.Response(status=204)
 
-    async def _body(self, giver: PeerId, request: web.Request) -> bytes:
-        if giver in self._reading:
+    @contextmanager
+    def _place(self, giver: PeerId) -> Iterator[None]:
+        """For a share; NotYet if another one of the giver has it."""
+        if giver in self._handing:
             raise NotYet("another share of yours is on its way")
-        self._reading.add(giver)
+        self._handing.add(giver)
         try:
-            async with asyncio.timeout(BODY_S):
-                return await _read(request)
-        except TimeoutError:
-            raise web.HTTPRequestTimeout from None
+            yield
         finally:
-            self._reading.discard(giver)
+            self._handing.discard(giver)
 
     async def _get(self, request: web.Request) -> web.StreamResponse:
         groups = self.groups(int(request.match_info["step"]))
@@ -267,10 +268,14 @@ def unpack_groups(body: bytes | bytearray) -> list[int]:
 
 async def _read(request: web.Request) -> bytes:
     body = bytearray()
-    async for piece in request.content.iter_any():
-        body += piece
-        if len(body) > SHARE_BYTES_MAX:
-            raise web.HTTPRequestEntityTooLarge(SHARE_BYTES_MAX, len(body))
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for piece in request.content.iter_any():
+                body += piece
+                if len(body) > SHARE_BYTES_MAX:
+                    raise web.HTTPRequestEntityTooLarge(SHARE_BYTES_MAX, len(body))
+    except TimeoutError:
+        raise web.HTTPRequestTimeout from None
     return bytes(body)
 
 
@@ -279,10 +284,19 @@ M = TypeVar("M", bound=BaseModel)
 
 def _unpacked(form: type[M], body: bytes | bytearray) -> M:
     try:
-        return form.model_validate(msgpack.unpackb(body))
+        return form.model_validate(
+            msgpack.unpackb(body, max_map_len=1, max_array_len=EPISODES_MAX, list_hook=_flat)
+        )
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise PeerError(sentence(f"a malformed share: {where}: {first['msg']}")) from error
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         raise PeerError(sentence(f"a malformed share: {error}")) from error
+
+
+def _flat(items: list[object]) -> list[object]:
+    """Refuses lists of anything larger than bytes, of which a small body could hold many."""
+    if any(isinstance(item, list | dict) for item in items):
+        raise ValueError("a list in which there are more of them")
+    return items

@@ -2,7 +2,8 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import tracemalloc
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -12,13 +13,20 @@ import pytest
 from rollout_swarm import GROUP_SIZE, NUM_TRAJECTORIES, Worker, episode_of, rulebook
 from yarl import URL
 
+from p2pdiloco.errors import PeerError
 from p2pdiloco.protocol.naming import PeerId
 from p2pdiloco.rl.episodes import pack
 from p2pdiloco_bootstrap.serving import PLAIN_TCP, Traffic, new_application, serving_on_tcp
 from p2pdiloco_daemon import share_desk
 from p2pdiloco_daemon.checker import Checker
 from p2pdiloco_daemon.exchange import Busy, Exchange, Refused
-from p2pdiloco_daemon.share_desk import ShareDesk, pack_share, share_path, unpack_groups
+from p2pdiloco_daemon.share_desk import (
+    ShareDesk,
+    pack_share,
+    share_path,
+    unpack_groups,
+    unpack_share,
+)
 
 ME, GIVER = PeerId("me"), PeerId(PLAIN_TCP)
 STEP = 2
@@ -175,6 +183,59 @@ def test_a_share_that_is_too_large_is_not_read(monkeypatch: pytest.MonkeyPatch) 
         hand(standing, pack_share([bytes(5000)]))
     assert refused.value.status == 413
     assert not standing.learnt
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"\x81\xa8episodes\xdd\x00\x10\x00\x00" + b"\x90" * (1 << 20),
+        b"\x81\xa8episodes\xdc\x01\x00" + (b"\xdc\x10\x00" + b"\x90" * 4096) * 256,
+        b"\x81\xa8episodes\xdc\x01\x00" + (b"\xdc\x10\x00" + b"\x80" * 4096) * 256,
+        b"\xdf\x00\x10\x00\x00" + b"\xa0\x90" * (1 << 20),
+    ],
+    ids=["many lists", "lists in lists", "maps in lists", "a large map"],
+)
+def test_a_share_takes_no_more_memory_than_it_has_bytes(body: bytes) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(PeerError):
+            unpack_share(body)
+        _, num_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert num_bytes < 1 << 20
+
+
+class Gated(Worker):
+    """Looks through nothing before it may."""
+
+    def __init__(self) -> None:
+        super().__init__(version=STEP)
+        self.is_asked, self.may_look = asyncio.Event(), asyncio.Event()
+
+    async def check(
+        self, step: int, episodes: Sequence[bytes], replayed: Collection[int], *, ended: bool = True
+    ) -> list[str | None]:
+        self.is_asked.set()
+        await self.may_look.wait()
+        return await super().check(step, episodes, replayed, ended=ended)
+
+
+def test_a_giver_has_one_share_here_at_a_time() -> None:
+    standing = Standing()
+    standing.worker = worker = Gated()
+
+    async def script(exchange: Exchange) -> None:
+        share = pack_share(episodes(0))
+        first = asyncio.create_task(exchange.hand("peer", share_path(STEP), share))
+        await worker.is_asked.wait()
+        with pytest.raises(Busy, match="another share of yours"):
+            await exchange.hand("peer", share_path(STEP), pack_share(episodes(1)))
+        worker.may_look.set()
+        await first
+
+    run(standing, script)
+    assert standing.learnt == [(STEP, 1)]
 
 
 def test_a_body_that_never_ends_is_given_up_and_keeps_nobody_else(
