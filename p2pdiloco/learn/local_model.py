@@ -35,7 +35,8 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """loss: mean nats per token; tokens: predicted tokens learnt from, 0 if the step was skipped"""
+    """loss: what the step minimizes, of text mean nats per token; tokens: predicted ones that the
+    step was made of, 0 if it was skipped"""
 
     loss: float
     tokens: int

@@ -47,7 +47,8 @@ class RlLoop(LocalModel):
 
     def step(self) -> StepResult:
         """Of the next part. One without differences moves nothing, and is counted; one whose
-        gradient is not finite is skipped."""
+        gradient is not finite is skipped, and counted without its tokens: there is no other part
+        in its place."""
         part = self._shares.take()
         self._begin_step()
         if not part.chosen:
@@ -56,6 +57,8 @@ class RlLoop(LocalModel):
             return StepResult(0.0, part.num_tokens)
         gradient = self._accumulate(part, totals_of(part.chosen, self._num_tokens_max))
         num_tokens = self._end_step(part.num_tokens)
+        if not num_tokens:
+            self._count(0)
         self._shares.learnt(part, gradient if num_tokens else None)
         return StepResult(gradient.loss, num_tokens)
 
