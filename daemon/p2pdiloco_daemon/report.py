@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
+from math import isfinite
 from typing import Protocol
 
 from p2pdiloco.protocol.membership import Member
@@ -107,7 +108,10 @@ class LearnerReport:
 
 
 def _smoothed(before: float | None, sample: float) -> float:
-    return sample if before is None else 0.9 * before + 0.1 * sample
+    """Begins anew after what is no number, as the loss of a step that was skipped may be."""
+    if before is None or not isfinite(before):
+        return sample
+    return 0.9 * before + 0.1 * sample
 
 
 class NetworkReport(Protocol):

@@ -30,7 +30,7 @@ class PeersFound:
 @dataclass(frozen=True, slots=True)
 class StepsDone:
     """The learner took inner steps; `tokens` of all of them, `step_s` seconds each; `loss` of the
-    last one in nats per token, if it is known.
+    last one in nats per token, if it is known. It is no number if that step went wrong.
     """
 
     steps: int

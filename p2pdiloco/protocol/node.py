@@ -12,6 +12,7 @@ import random
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import isfinite
 from typing import Any, assert_never
 
 from p2pdiloco.errors import PeerError
@@ -341,7 +342,7 @@ class Node:
         contributor.steps_done(state, event)
         state.step_s = event.step_s
         state.tokens_per_s = event.tokens / (event.steps * event.step_s) if event.step_s else 0.0
-        if event.loss is not None:
+        if event.loss is not None and isfinite(event.loss):
             before_loss = event.loss if state.loss is None else state.loss
             state.loss = before_loss + LOSS_SMOOTHING * (event.loss - before_loss)
         for register, steps in zip(state.registers, before, strict=True):

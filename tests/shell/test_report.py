@@ -3,6 +3,7 @@
 import asyncio
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -263,6 +264,14 @@ def test_a_learner_adds_up() -> None:
 
 
 STEP = learners.StepsDone(step=1, steps=1, tokens=8, step_s=1.0, stall_s=0.0, loss=1.0)
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_the_loss_is_shown_again_after_a_step_that_went_wrong(loss: float) -> None:
+    report = LearnerReport()
+    for each in (3.0, loss, 2.0):
+        report.take(replace(STEP, loss=each), 1.0)
+    assert report.loss == 2.0
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,14 @@ def test_a_calm_machine_opens_as_soon_as_the_period_is_over() -> None:
     assert opened_for_0(script)
 
 
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_the_loss_of_a_step_that_went_wrong_does_not_hide_that_of_all_others(loss: float) -> None:
+    script = paced(B)
+    for each in (loss, 2.0):
+        script.do(events.StepsDone(1, 100, 0.1, loss=each))
+    assert script.node.state.loss == 2.0
+
+
 def test_a_busy_machine_puts_the_round_off() -> None:
     script = paced(B)
     script.do(BUSY)
