@@ -59,6 +59,7 @@ def prediction_distance(p: npt.NDArray[np.float32], q: npt.NDArray[np.float32]) 
 
 
 def _information(p: npt.NDArray[np.float32], middle: npt.NDArray[np.float32]) -> float:
-    """KL(p | middle) in bits, mean over positions; an impossible token adds nothing."""
-    ratio = np.divide(p, middle, out=np.ones_like(p), where=p > 0)
+    """KL(p | middle) in bits, mean over positions; an impossible token adds nothing, nor does
+    one of whose chance the half is 0 in float32."""
+    ratio = np.divide(p, middle, out=np.ones_like(p), where=(p > 0) & (middle > 0))
     return float((p * np.log2(ratio)).sum(axis=1, dtype=np.float64).mean())

@@ -39,6 +39,11 @@ def test_workers_that_never_say_the_same_are_at_distance_1() -> None:
     assert prediction_distance(says([1.0, 0.0]), says([0.0, 1.0])) == pytest.approx(1)
 
 
+def test_a_chance_at_the_end_of_float32_counts_as_none() -> None:
+    least = float(np.finfo(np.float32).smallest_subnormal)
+    assert prediction_distance(says([1.0, least]), says([1.0, 0.0])) == 0
+
+
 def test_a_coin_against_certainty_is_at_a_known_distance() -> None:
     """JSD((1/2, 1/2), (1, 0)) = 3/4 log2(4/3) bits."""
     got = prediction_distance(says([0.5, 0.5]), says([1.0, 0.0]))
