@@ -14,14 +14,14 @@ node mixes with follows from the members that it knows (`topology.py`), and an e
 if both ends have it (`links.py`). Where the paper waits for a late Mix1, we go on stepping until it
 is settled: the round becomes longer, the learner waits for nobody.
 
-A blocking mix is of a group, for each of whom the learner waits, half a period at most; or, where
-the run says so (`factored`), of a quorum: of everybody, where the learner waits for K outer
-gradients, its own among them, and then for the grace window of a synchronizer's round
-(`pacing.grace_s`); who is not there by then is the identity. Each member closes its window by
-itself, and the links see to it that both ends count the same. A merge of a quorum with records, as
-under a synchronizer, would not do: a record vouches for the state that its merge leads to, and one
-that was mixed with partners is like nobody else's. The paper's Mix2 is of all or of a fixed group,
-and says nothing of partners that are late.
+A blocking mix is of a group, for each of whom the learner waits, half a period at most (a whole one
+if its vector is on its way); or, where the run says so (`factored`), of a quorum: of everybody,
+where the learner waits for K outer gradients, its own among them, and then for the grace window of
+a synchronizer's round (`pacing.grace_s`); who is not there by then is the identity. Each member
+closes its window by itself, and the links see to it that both ends count the same. A merge of a
+quorum with records, as under a synchronizer, would not do: a record vouches for the state that its
+merge leads to, and one that was mixed with partners is like nobody else's. The paper's Mix2 is of
+all or of a fixed group, and says nothing of partners that are late.
 """
 
 import statistics
@@ -54,7 +54,8 @@ this; or after the time that its own start took to get here three times over, if
 """
 BLOCKED_MIN_S = 2.0
 """A partner that hands out no outer gradient, while our learner stands still, is given up after
-half a period, at least this: two heartbeats.
+half a period, at least this: two heartbeats. One whose outer gradient is being fetched has twice as
+long.
 """
 LAST_WORD_S = 1.5
 """Beyond the grace window, for the word of a partner whose outer gradient we have: it may count the

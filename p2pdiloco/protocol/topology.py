@@ -92,7 +92,7 @@ class GossipPlan:
     seed: str
     by_quorum: bool = False
     """Whether the learner waits for a quorum of outer gradients and the grace window from then on;
-    else for all partners, for half a period at most.
+    else for all partners, for half a period at most, a whole one for vectors on their way.
     """
     mix2_fragments: frozenset[int] | None = None
     """None for all."""

@@ -7,7 +7,8 @@ the learners have shares, so one that lives and dispatches nothing would hold al
 from collections.abc import Hashable
 
 PATIENCE_S = 60.0
-"""Without a share, and without a question: a dispatcher asks every second how a worker is."""
+"""Without a share, and without a question: a dispatcher asks the workers that it counts on twice a
+second how they are, and everybody several times in this while."""
 
 
 class Waiting:

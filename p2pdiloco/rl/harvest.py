@@ -29,11 +29,6 @@ class Grown:
     def num_tokens(self) -> int:
         return len(self.episode.tokens)
 
-    @property
-    def answered_tokens(self) -> int:
-        """Up to the end of its last answer."""
-        return self.episode.answers[-1].end
-
 
 @dataclass(slots=True)
 class _Stalk:

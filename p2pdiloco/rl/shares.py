@@ -157,7 +157,7 @@ class Shares:
         self._taken = {step: taken for step, taken in self._taken.items() if step >= oldest}
 
     def _cut(self, share: _Share, version: int) -> Iterator[Part]:
-        """H parts, each with some of every group."""
+        """H parts, each with some of every group that has H episodes."""
         selection = select(self._groups(share), version, self._lag_max, self._variant)
         for first in range(self._inner_steps):
             dealt = slice(first, None, self._inner_steps)
