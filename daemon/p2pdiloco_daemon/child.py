@@ -49,6 +49,11 @@ class Child(Generic[C]):
     was_killed_here: bool = False
     stderr_tail: bytes = b""
 
+    @property
+    def num_unsent(self) -> int:
+        """Bytes of commands that wait for it to read those before them."""
+        return self.writer.transport.get_write_buffer_size()
+
     def send(self, command: C) -> None:
         if not self.writer.is_closing():
             self.writer.write(pack(command))

@@ -36,6 +36,9 @@ TURNS_MAX = QUEUED_PER_ROW * ROWS_MAX
 """Turns that are played, or wait for it: as many as a dispatcher gives."""
 HISTORY_BYTES_MAX = MESSAGE_BYTES_MAX - 1024
 """A history, like an episode, travels to the worker in one frame."""
+UNSENT_BYTES_MAX = 8 << 20
+"""Of what waits for the worker to read it; a turn that is withdrawn before lies there all the
+same."""
 CHECKS_AT_ONCE = 16
 """That the worker has before it; more would only lie in its socket."""
 
@@ -162,6 +165,8 @@ class Trajectories:
         worker = self._worker()
         if len(self._playing) >= TURNS_MAX:
             raise RolloutsBusy(f"{len(self._playing)} turns are in work; ask again later")
+        if worker.num_unsent > UNSENT_BYTES_MAX:
+            raise RolloutsBusy("the worker has not read all that it was asked; ask again later")
         if len(history) > HISTORY_BYTES_MAX:
             raise TurnRefused(
                 f"a history of {len(history)} bytes; at most {HISTORY_BYTES_MAX} are read"

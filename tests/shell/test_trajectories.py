@@ -3,6 +3,7 @@
 import asyncio
 from array import array
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from itertools import count
 from typing import cast
 
@@ -25,6 +26,7 @@ from p2pdiloco_daemon.trajectories import (
     CHECKS_AT_ONCE,
     HISTORY_BYTES_MAX,
     TURNS_MAX,
+    UNSENT_BYTES_MAX,
     RolloutsBusy,
     Trajectories,
     TurnRefused,
@@ -40,6 +42,7 @@ class Worker:
     def __init__(self) -> None:
         self.sent: list[Command] = []
         self.is_there = True
+        self.num_unsent = 0
         self._more = asyncio.Event()
         numbers = count(1)
         self.trajectories = Trajectories(self._child, lambda: next(numbers))
@@ -48,6 +51,8 @@ class Worker:
 
     def send(self, command: Command) -> None:
         self.sent.append(command)
+        if isinstance(command, Play):
+            self.num_unsent += len(command.history)
         self._more.set()
 
     def _child(self) -> Child[Command]:
@@ -210,5 +215,18 @@ def test_a_check_that_nobody_waits_for_any_more_is_cancelled() -> None:
         await asyncio.wait({checking})
         assert worker.sent[2:] == [Cancel(2)]
         worker.trajectories.take(Checked(2, ""))
+
+    run(story)
+
+
+def test_who_asks_and_withdraws_for_ever_fills_no_memory() -> None:
+    async def story(worker: Worker) -> None:
+        history = bytes(HISTORY_BYTES_MAX)
+        with pytest.raises(RolloutsBusy, match="has not read all"):
+            for trajectory in range(2 * UNSENT_BYTES_MAX // HISTORY_BYTES_MAX):
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(0):
+                        await worker.trajectories.play(TurnId(5, trajectory, 1), history)
+        assert worker.num_unsent <= UNSENT_BYTES_MAX + HISTORY_BYTES_MAX
 
     run(story)
