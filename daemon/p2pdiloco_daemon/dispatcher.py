@@ -124,9 +124,9 @@ class Dispatcher:
 
     async def run(self) -> None:
         while True:
-            version = self._mine()
-            if version is not None:
-                await self._while_mine(version)
+            mine = self._mine()
+            if mine is not None:
+                await self._while_mine(*mine)
             else:
                 self._look_at_the_other()
             await asyncio.sleep(LOOK_S)
@@ -140,17 +140,18 @@ class Dispatcher:
         if self._waiting.is_over(swarm.version, swarm.dispatcher, signs, now):
             swarm.pass_over(f"step {swarm.version} has not been dispatched for {PATIENCE_S:.0f} s")
 
-    def _mine(self) -> int | None:
-        """The version that this node dispatches for now."""
+    def _mine(self) -> tuple[int, str | None] | None:
+        """The version that this node dispatches for now, and which state it is: on another lineage
+        other turns are right."""
         swarm = self._swarm
         is_mine = swarm.version >= 0 and swarm.dispatcher == swarm.me
-        return swarm.version if is_mine else None
+        return (swarm.version, swarm.head) if is_mine else None
 
-    async def _while_mine(self, version: int) -> None:
+    async def _while_mine(self, version: int, head: str | None) -> None:
         working = asyncio.create_task(self._step(version), name=f"dispatch step {version}")
         try:
             is_again = self._found_out == version
-            while self._mine() == version and not working.done():
+            while self._mine() == (version, head) and not working.done():
                 await asyncio.wait((working,), timeout=LOOK_S)
                 if not is_again and self._found_out == version:
                     break

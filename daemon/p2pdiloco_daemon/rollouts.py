@@ -149,6 +149,8 @@ class Rollouts(ChildKeeper[Command, Message]):
         self._answers: dict[int, Answer] = {}
         self._last_id = 0
         self._version: int | None = None
+        self._policy: Policy | None = None
+        """The newest that a worker was given, perhaps in an earlier life."""
         self._trajectories = Trajectories(self._serving_child, self._next_id)
         self._installed: asyncio.Queue[Installed] = asyncio.Queue()
 
@@ -279,14 +281,21 @@ class Rollouts(ChildKeeper[Command, Message]):
             policy = self._options.newest() if child.is_ready else None
             pause_s = look_s
             if policy is not None and (served is None or not policy.is_same(served)):
+                self._void_if_replaced_by(policy)
                 loop = asyncio.get_running_loop()
                 await loop.run_in_executor(self._executor, self._copy, policy)
                 child.send(InstallWeights(policy.version))
                 installed = await self._installed.get()
-                served = policy
+                served = self._policy = policy
                 if not is_rl:
                     pause_s = max(REFRESH_S, installed.seconds / REFRESH_SHARE_MAX)
             await asyncio.sleep(pause_s)
+
+    def _void_if_replaced_by(self, policy: Policy) -> None:
+        """Another one of the same version is that of another lineage."""
+        before = self._policy
+        if before and before.version == policy.version and not policy.is_same(before):
+            self._trajectories.void()
 
     def _copy(self, policy: Policy) -> None:
         for target, source in zip(self._memory.incoming, policy.values, strict=True):

@@ -61,6 +61,8 @@ class Standpoint(Protocol):
     @property
     def version(self) -> int: ...
     @property
+    def head(self) -> str | None: ...
+    @property
     def dispatcher(self) -> PeerId | None: ...
     def may_dispatch(self, peer: PeerId) -> bool: ...
     def blame(self, peer: PeerId, reason: str) -> None: ...
@@ -74,9 +76,10 @@ class Learns(Protocol):
 
 @dataclass(slots=True)
 class Share:
-    """What was taken of one step, part by part."""
+    """What was taken of one step, rolled out with the state `head`, part by part."""
 
     step: int
+    head: str | None
     parts: list[tuple[bytes, ...]] = field(default_factory=list)
     trajectories: set[int] = field(default_factory=set)
 
@@ -123,15 +126,14 @@ class ShareDesk:
 
     def groups(self, step: int) -> Collection[int] | None:
         """Of which episodes were taken in this step; None if no share was."""
-        share = self._share
-        if share is None or share.step != step:
+        share = self._of(step)
+        if share is None:
             return None
         return {trajectory // self._group_size for trajectory in share.trajectories}
 
     def learner_started(self) -> None:
         """What the learner of an earlier life was given is lost."""
-        share = self._share
-        if share is not None and share.step == self._swarm.version:
+        if share := self._of(self._swarm.version):
             for part in share.parts:
                 self._teach(share.step, part)
 
@@ -139,21 +141,26 @@ class ShareDesk:
         """NotYet or ShareRefused if this cannot be; nothing if it is there already."""
         async with self._taking:
             self._require_turn(giver, step)
-            new = await asyncio.to_thread(self._new, step, episodes)
-            share = self._share
-            is_first = share is None or share.step != step
-            if not is_first and not new:
+            share = self._of(step) or Share(step, self._swarm.head)
+            new = await asyncio.to_thread(_new, step, episodes, share.trajectories)
+            if share is self._share and not new:
                 return
             if giver != self._swarm.me:
-                await self._require_truth(giver, step, list(new.values()))
+                await self._require_truth(giver, share, list(new.values()))
                 self._require_turn(giver, step)
-            if is_first:
-                self._share = Share(step)
-            assert self._share is not None
             part = tuple(new.values())
-            self._share.parts.append(part)
-            self._share.trajectories.update(new)
+            share.parts.append(part)
+            share.trajectories.update(new)
+            self._share = share
             self._teach(step, part)
+
+    def _of(self, step: int) -> Share | None:
+        """What was taken of the step, unless we have come to another lineage since."""
+        share = self._share
+        if share is None or share.step != step:
+            return None
+        is_past = step != self._swarm.version
+        return share if is_past or share.head == self._swarm.head else None
 
     def _require_turn(self, giver: PeerId, step: int) -> None:
         version, dispatcher = self._swarm.version, self._swarm.dispatcher
@@ -164,24 +171,8 @@ class ShareDesk:
         if not self._swarm.may_dispatch(giver):
             raise ShareRefused(f"step {step} is dispatched by {dispatcher} as seen from here")
 
-    def _new(self, step: int, episodes: Sequence[bytes]) -> dict[int, bytes]:
-        """By trajectory, those that are not there yet. ShareRefused for what is none of the step,
-        or is there twice."""
-        share = self._share
-        known = share.trajectories if share is not None and share.step == step else set()
-        new: dict[int, bytes] = {}
-        for data in episodes:
-            episode = unpack(data)
-            if episode.step != step or episode.trajectory in new:
-                raise PeerError(
-                    f"trajectory {episode.trajectory} of step {episode.step} twice, or in a share"
-                    f" of step {step}"
-                )
-            if episode.trajectory not in known:
-                new[episode.trajectory] = data
-        return new
-
-    async def _require_truth(self, giver: PeerId, step: int, episodes: Sequence[bytes]) -> None:
+    async def _require_truth(self, giver: PeerId, share: Share, episodes: Sequence[bytes]) -> None:
+        step = share.step
         replayed = [episode for episode in episodes if self._checker.draw()]
         try:
             async with asyncio.timeout(CHECK_S):
@@ -189,6 +180,8 @@ class ShareDesk:
                 tokens = await self._first_refusal(step, replayed, range(len(replayed)))
         except TimeoutError as error:
             raise NotYet(f"the checks of a share took more than {CHECK_S:.0f} s") from error
+        if self._swarm.version == step and self._swarm.head != share.head:
+            raise NotYet("this node has come to another lineage while it looked through a share")
         wrong = f"an episode in the share of {giver[-8:]} is not true: {story or tokens}"
         if story or (tokens and self._doubted == (giver, step)):
             raise PeerError(wrong)
@@ -264,6 +257,22 @@ def pack_groups(groups: Collection[int]) -> bytes:
 def unpack_groups(body: bytes | bytearray) -> list[int]:
     """PeerError for anything else."""
     return _unpacked(_WireGroups, body).groups
+
+
+def _new(step: int, episodes: Sequence[bytes], known: Collection[int]) -> dict[int, bytes]:
+    """By trajectory, those that are not known yet. PeerError for what is none of the step, or is
+    there twice."""
+    new: dict[int, bytes] = {}
+    for data in episodes:
+        episode = unpack(data)
+        if episode.step != step or episode.trajectory in new:
+            raise PeerError(
+                f"trajectory {episode.trajectory} of step {episode.step} twice, or in a share"
+                f" of step {step}"
+            )
+        if episode.trajectory not in known:
+            new[episode.trajectory] = data
+    return new
 
 
 async def _read(request: web.Request) -> bytes:

@@ -30,6 +30,11 @@ class SwarmView:
         return self._register.version
 
     @property
+    def head(self) -> str | None:
+        """Names our state of this version, and no other; None if we hold none."""
+        return self._register.chain.digest if self._register.chain else None
+
+    @property
     def dispatcher(self) -> PeerId | None:
         """Of the step of our version, unless its version is another state than ours."""
         if not self._register.chain:

@@ -144,6 +144,12 @@ class Trajectories:
             case _:
                 pass
 
+    def void(self) -> None:
+        """Of what the present policy plays nothing counts any more: another of the same version
+        comes, that of another lineage. Until it is there, there is none."""
+        self._version = None
+        self._held.clear()
+
     def life_over(self, reason: str) -> None:
         """Nothing of what is in work will be answered. What was played stays known, until another
         policy comes."""

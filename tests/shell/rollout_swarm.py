@@ -216,6 +216,7 @@ class Node:
         self.world = world
         self.life = life
         self.version = world.version
+        self.head: str | None = "ours"
         self.worker = Worker(version=world.version)
         self.learnt: list[tuple[int, tuple[int, ...]]] = []
         """(step, trajectories) of each share that its learner got."""

@@ -351,6 +351,23 @@ def test_no_step_hangs_whatever_dies_and_comes_back(seed: int) -> None:
     run_virtual(script())
 
 
+def test_a_step_of_another_lineage_is_rolled_out_anew() -> None:
+    async def script() -> None:
+        async with swarm(World(replayed_share=1.0)) as world:
+            await asyncio.sleep(2.5)
+            before = world.turns_played(0)
+            assert before
+            for node in world.nodes.values():
+                node.head = "theirs"
+                node.worker.install(0)
+            await world.until_version(1)
+            again = world.turns_played(0)
+            assert all(again[turn] > num for turn, num in before.items())
+            assert world.learnt(0) == ALL
+
+    run_virtual(script())
+
+
 def test_a_dispatcher_that_is_stopped_cancels_every_request() -> None:
     async def script() -> None:
         async with swarm(World()) as world:

@@ -47,6 +47,7 @@ class Member:
     def __init__(self, name: PeerId, dispatcher: PeerId) -> None:
         self.me = name
         self.version = 0
+        self.head: str | None = "ours"
         self.dispatcher: PeerId | None = dispatcher
         self.worker = Worker(turn_s=0.02)
         self.learnt: list[int] = []

@@ -36,6 +36,7 @@ class Standing:
     def __init__(self) -> None:
         self.me = ME
         self.version = STEP
+        self.head: str | None = "ours"
         self.dispatcher: PeerId | None = GIVER
         self.blamed: list[tuple[PeerId, str]] = []
         self.learnt: list[tuple[int, int]] = []
@@ -236,6 +237,35 @@ def test_a_giver_has_one_share_here_at_a_time() -> None:
 
     run(standing, script)
     assert standing.learnt == [(STEP, 1)]
+
+
+def test_what_was_taken_on_another_lineage_is_none_of_this_one() -> None:
+    standing = Standing()
+    hand(standing, pack_share(episodes(0, 1)))
+    standing.head = "theirs"
+    assert standing.desk.groups(STEP) is None
+    standing.desk.learner_started()
+    hand(standing, pack_share(episodes(1)))
+    assert standing.learnt == [(STEP, 2), (STEP, 1)]
+    assert standing.desk.groups(STEP) == {0}
+
+
+def test_nobody_is_blamed_where_the_lineage_changes_while_a_share_is_looked_through() -> None:
+    standing = Standing()
+    standing.worker = worker = Gated()
+
+    async def script(exchange: Exchange) -> None:
+        share = pack_share([INVENTED])
+        handing = asyncio.create_task(exchange.hand("peer", share_path(STEP), share))
+        await worker.is_asked.wait()
+        standing.head = "theirs"
+        worker.may_look.set()
+        with pytest.raises(Busy, match="another lineage"):
+            await handing
+
+    run(standing, script)
+    assert not standing.learnt
+    assert not standing.blamed
 
 
 def test_a_body_that_never_ends_is_given_up_and_keeps_nobody_else(

@@ -219,6 +219,26 @@ def test_a_check_that_nobody_waits_for_any_more_is_cancelled() -> None:
     run(story)
 
 
+def test_nothing_is_held_of_a_lineage_that_was_left() -> None:
+    async def story(worker: Worker) -> None:
+        asking = [
+            asyncio.create_task(worker.trajectories.play(TurnId(5, trajectory, 0), b""))
+            for trajectory in range(2)
+        ]
+        await worker.until_sent(2)
+        worker.plays(1)
+        worker.trajectories.void()
+        assert worker.trajectories.load() is None
+        assert worker.trajectories.held(5, 0) is None
+        worker.plays(2)
+        worker.trajectories.take(Installed(5, 0.1))
+        assert worker.trajectories.load() is not None
+        assert worker.trajectories.held(5, 1) is None
+        await asyncio.gather(*asking)
+
+    run(story)
+
+
 def test_who_asks_and_withdraws_for_ever_fills_no_memory() -> None:
     async def story(worker: Worker) -> None:
         history = bytes(HISTORY_BYTES_MAX)

@@ -29,6 +29,11 @@ def test_who_holds_another_state_of_the_same_version_is_not_asked() -> None:
     assert set(view.learners()) == {A, B}
 
 
+def test_a_state_is_named_as_in_heartbeats() -> None:
+    head, _ = heads_at([make_records(2, fragment=p) for p in (0, 1)])
+    assert view_of(training(B, C, version=2)).head == head.digest
+
+
 def test_who_is_behind_or_ahead_may_come_to_stand_here() -> None:
     script = training(B, C, version=2)
     head, other = heads_at([make_records(2, fragment=p) for p in (0, 1)])
