@@ -35,7 +35,7 @@ from p2pdiloco.rollout.request import Token
 class Reason(Enum):
     """Why an episode is refused."""
 
-    NOT_ASSIGNED = "it is none of the step's trajectories"
+    NOT_ASSIGNED = "it is none of the step's trajectories, or none that can be played"
     WRONG_PROMPT = "it does not begin with the prompt of its task"
     WRONG_STORY = "its environment would not have said that"
     WRONG_LENGTH = "an answer ends where the rules do not end it"
@@ -111,7 +111,10 @@ def _played(episode: Episode, rules: Rulebook) -> Conversation | Refusal:
     unknown = next((i for i, token in enumerate(episode.tokens) if token >= size), None)
     if unknown is not None:
         return Refusal(Reason.UNKNOWN_TOKEN, unknown)
-    conversation = rules.conversation(episode.trajectory)
+    try:
+        conversation = rules.conversation(episode.trajectory)
+    except ValueError:  # its prompt leaves no room, and it is given up
+        return Refusal(Reason.NOT_ASSIGNED, 0)
     for answer in episode.answers:
         written = tuple(conversation.tokens)
         if conversation.episode is not None:

@@ -74,6 +74,13 @@ def test_an_answer_beyond_its_limit_is_refused() -> None:
     assert reason(story(HONEST, strict)) is Reason.WRONG_LENGTH
 
 
+def test_nothing_is_told_of_a_task_whose_prompt_leaves_no_room() -> None:
+    """Nobody was asked for it, so nobody has it; a peer may claim to."""
+    tight = replace(RULES, limits=replace(LIMITS, tokens_max=5))
+    assert reason(story(HONEST, tight)) is Reason.NOT_ASSIGNED
+    assert resume(BEGUN, tight) == Refusal(Reason.NOT_ASSIGNED, 0)
+
+
 def test_turns_after_the_end_are_refused() -> None:
     last = HONEST.answers[-1]
     longer = replace(
