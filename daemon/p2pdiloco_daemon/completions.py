@@ -7,6 +7,7 @@ in the trainer's convention (`p2pdiloco.rollout.sampling`).
 
     200    the answer, or with `stream` a stream of server-sent events, ended by `[DONE]`
     400    what is wrong with the question     413   too large     415   not JSON
+    408    the question does not arrive
     503    too busy, or the worker is starting; `Retry-After` says when to ask again
 
 A client that goes away ends its answer.
@@ -35,6 +36,8 @@ from p2pdiloco_daemon.trajectories import RolloutsBusy
 
 LOOK_S = 0.5
 """Between looks at whether the client is still there, when nothing comes."""
+READ_TIMEOUT_S = 30.0
+"""For a question to arrive whole; it has a place of others until then."""
 WRITE_TIMEOUT_S = 10.0
 """A client that takes no byte for this long has gone."""
 RETRY_AFTER_S = 2
@@ -107,7 +110,12 @@ class Completions:
         if request.content_type != "application/json":
             return _error(415, "send the question as application/json")
         try:
-            wanted = CompletionRequest.model_validate_json(await request.read())
+            async with asyncio.timeout(READ_TIMEOUT_S):
+                question = await request.read()
+        except TimeoutError:
+            return _error(408, f"the question did not arrive within {READ_TIMEOUT_S:.0f} s")
+        try:
+            wanted = CompletionRequest.model_validate_json(question)
         except ValidationError as error:
             return _error(400, _described(error))
         if not wanted.prompt:

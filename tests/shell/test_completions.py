@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 
 from p2pdiloco_bootstrap.serving import serving_on_tcp
+from p2pdiloco_daemon import completions
 from p2pdiloco_daemon.completions import Completions
 from p2pdiloco_daemon.rollout_channel import Finished, Progressed, Refused
 from p2pdiloco_daemon.rollouts import Answer, AnswerEvent, Died, Question, Rollouts
@@ -56,10 +57,10 @@ class Worker:
 
 @asynccontextmanager
 async def asking(worker: Worker | None) -> AsyncIterator[aiohttp.ClientSession]:
-    completions = Completions()
-    completions.rollouts, completions.model = cast("Rollouts", worker), "kjv"
+    dialect = Completions()
+    dialect.rollouts, dialect.model = cast("Rollouts", worker), "kjv"
     app = web.Application()
-    app.router.add_post(COMPLETIONS_PATH, completions.handle)
+    app.router.add_post(COMPLETIONS_PATH, dialect.handle)
     timeout = aiohttp.ClientTimeout(total=20)
     async with (
         serving_on_tcp(app) as url,
@@ -184,6 +185,24 @@ def test_a_wrong_question_is_told_what_is_wrong(wrong: dict[str, object], where:
     assert status == 400
     assert where in str(answer["error"])
     assert not worker.questions
+
+
+def test_a_question_that_never_arrives_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(completions, "READ_TIMEOUT_S", 0.2)
+
+    async def endless() -> AsyncIterator[bytes]:
+        while True:
+            yield b" "
+            await asyncio.sleep(0.01)
+
+    async def run() -> None:
+        async with asking(Worker()) as session:
+            headers = {"Content-Type": "application/json"}
+            async with session.post(COMPLETIONS_PATH, data=endless(), headers=headers) as response:
+                assert response.status == 408
+                assert "did not arrive" in await response.text()
+
+    asyncio.run(run())
 
 
 def test_a_client_that_goes_away_ends_its_answer() -> None:
