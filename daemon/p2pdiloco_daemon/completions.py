@@ -129,6 +129,8 @@ class Completions:
         except RolloutsBusy as error:
             return _error(503, str(error))
         except ClientGone:
+            if request.transport is not None:  # it may be there, and take nothing
+                request.transport.abort()
             return web.Response(status=499, reason="Client Closed Request")
 
     async def _answered(

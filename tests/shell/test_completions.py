@@ -10,6 +10,7 @@ from typing import cast
 import aiohttp
 import pytest
 from aiohttp import web
+from yarl import URL
 
 from p2pdiloco_bootstrap.serving import serving_on_tcp
 from p2pdiloco_daemon import completions
@@ -215,5 +216,36 @@ def test_a_client_that_goes_away_ends_its_answer() -> None:
             response.close()
             async with asyncio.timeout(10):
                 await worker.left.wait()
+
+    asyncio.run(run())
+
+
+def test_a_client_that_reads_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(completions, "WRITE_TIMEOUT_S", 0.2)
+
+    async def run() -> None:
+        worker = Worker(*[part("a" * (1 << 20), 1)] * 64)
+        transports: list[asyncio.Transport | None] = []
+        dialect = Completions()
+        dialect.rollouts = cast("Rollouts", worker)
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            transports.append(request.transport)
+            return await dialect.handle(request)
+
+        app = web.Application()
+        app.router.add_post(COMPLETIONS_PATH, handle)
+        body = json.dumps({"prompt": "In", "stream": True})
+        async with asyncio.timeout(20), serving_on_tcp(app) as url:
+            _, writer = await asyncio.open_connection("127.0.0.1", URL(url).port)
+            head = f"POST {COMPLETIONS_PATH} HTTP/1.1\r\nHost: here\r\n"
+            kind = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            writer.write((head + kind + body).encode())
+            await worker.left.wait()
+            await asyncio.sleep(0)
+            [transport] = transports
+            assert transport is not None and transport.is_closing()
+            assert not transport.get_write_buffer_size()
+            writer.close()
 
     asyncio.run(run())
