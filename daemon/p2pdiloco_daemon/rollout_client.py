@@ -82,7 +82,7 @@ class Workers:
         self._url = url
         self._tasks = lines
         self._lines: dict[str, _Line] = {}
-        """The newest to each peer."""
+        """The newest to each peer, until it ends."""
         self._open: set[asyncio.Task[None]] = set()
 
     async def load(self, peer: str) -> Heard:
@@ -117,7 +117,13 @@ class Workers:
         self._lines[peer] = line
         task = self._tasks.create_task(line.run(), name=f"turns at {peer[-8:]}")
         self._open.add(task)
-        task.add_done_callback(self._open.discard)
+
+        def ended(_task: asyncio.Task[None]) -> None:
+            self._open.discard(task)
+            if self._lines.get(peer) is line:
+                del self._lines[peer]
+
+        task.add_done_callback(ended)
         return line
 
     def hang_up(self) -> None:

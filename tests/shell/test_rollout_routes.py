@@ -319,6 +319,7 @@ def test_a_line_without_turns_is_closed_and_opened_again(monkeypatch: pytest.Mon
         await workers.play(PEER, TURN, b"")
         [line] = workers._open
         await asyncio.wait({line})
+        assert not workers._lines  # whoever is asked once is not remembered for ever
         assert (await workers.play(PEER, TURN, b"")).episode == b"episode"
 
     run(story)
