@@ -4,9 +4,10 @@
                            ^------------a lie is found-----|
 
 The turn follows from the core's view and is nobody's for longer than a version. If it passes to
-another in the middle of a step, everything here is dropped: the successor asks the workers what
-they hold and the members what they took. While two think it is theirs, turns are generated once
-more than needed, and members take shares of the one that is right in their own view.
+another in the middle of a step, or the version becomes that of another lineage, everything here is
+dropped: the successor asks the workers what they hold and the members what they took. While two
+think it is theirs, turns are generated once more than needed, and members take shares of those that
+are right in their own view, or nearly so.
 """
 
 import asyncio
