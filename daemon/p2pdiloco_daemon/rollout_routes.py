@@ -21,7 +21,12 @@ from p2pdiloco.protocol.turns import Load
 from p2pdiloco_bootstrap.serving import Traffic, send_body, sender
 from p2pdiloco_daemon.held_turns import Played
 from p2pdiloco_daemon.rollouts import Rollouts
-from p2pdiloco_daemon.trajectories import TURNS_MAX, RolloutsBusy, TurnRefused
+from p2pdiloco_daemon.trajectories import (
+    TURNS_MAX,
+    UNSENT_BYTES_MAX,
+    RolloutsBusy,
+    TurnRefused,
+)
 from p2pdiloco_daemon.turn_wire import (
     FRAME_BYTES_MAX,
     LOAD_PATH,
@@ -45,6 +50,8 @@ CLOSE_TIMEOUT_S = 2.0
 OTHERS_MAX = TURNS_MAX // 4
 """Turns for all who are not the dispatcher in our eyes: nodes may differ about who is for a moment,
 but nobody is to keep the dispatcher from a worker."""
+UNSENT_OTHERS_MAX = UNSENT_BYTES_MAX // 4
+"""Of what waits for the worker to read it: turns that are withdrawn free their places at once."""
 _KIND = "rollouts"
 """Of the bytes in `Traffic`."""
 
@@ -109,7 +116,9 @@ class RolloutRoutes:
         if asker == self._dispatcher():
             yield
             return
-        if self._num_others >= OTHERS_MAX:
+        rollouts = self._rollouts()
+        num_unsent = rollouts.num_unsent if rollouts else 0
+        if self._num_others >= OTHERS_MAX or num_unsent > UNSENT_OTHERS_MAX:
             raise RolloutsBusy("too many ask for turns who do not dispatch them; ask again later")
         self._num_others += 1
         try:

@@ -159,6 +159,11 @@ class Rollouts(ChildKeeper[Command, Message]):
         """Of the policy that generates; None while there is none."""
         return self._version
 
+    @property
+    def num_unsent(self) -> int:
+        """Bytes of what was asked here that wait for the worker to read them."""
+        return self._child.num_unsent if self._child else 0
+
     @contextmanager
     def answering(self, question: Question) -> Iterator[Answer]:
         """The answer as it comes; leaving the block ends it. RolloutsBusy if none can begin."""

@@ -17,7 +17,7 @@ from p2pdiloco_daemon import rollout_client, rollout_routes
 from p2pdiloco_daemon.exchange import Busy, Refused, Unreachable
 from p2pdiloco_daemon.held_turns import Played
 from p2pdiloco_daemon.rollout_client import Workers, asking_workers
-from p2pdiloco_daemon.rollout_routes import OTHERS_MAX, RolloutRoutes
+from p2pdiloco_daemon.rollout_routes import OTHERS_MAX, UNSENT_OTHERS_MAX, RolloutRoutes
 from p2pdiloco_daemon.rollouts import Rollouts
 from p2pdiloco_daemon.trajectories import HISTORY_BYTES_MAX, RolloutsBusy, TurnRefused
 from p2pdiloco_daemon.turn_wire import TURNS_PATH, Ask, Withdraw, pack
@@ -37,6 +37,7 @@ class Worker:
 
     def __init__(self) -> None:
         self.version: int | None = 5
+        self.num_unsent = 0
         self.asked: list[tuple[TurnId, bytes]] = []
         self.gate = asyncio.Event()
         self.gate.set()
@@ -162,6 +163,20 @@ def test_who_does_not_dispatch_gets_some_places_only() -> None:
             worker.gate.set()
             await asyncio.wait(plays)
             assert (await workers.play(PEER, TURN, b"")).episode == b"episode"
+
+    asyncio.run(run_it())
+
+
+def test_who_does_not_dispatch_may_fill_some_of_the_way_to_the_worker_only() -> None:
+    async def run_it() -> None:
+        worker = Worker()
+        worker.num_unsent = UNSENT_OTHERS_MAX + 1
+        async with asyncio.timeout(60):
+            async with serving(worker, "another") as url, asking(url) as workers:
+                with pytest.raises(RolloutsBusy, match="who do not dispatch"):
+                    await workers.play(PEER, TURN, b"")
+            async with serving(worker) as url, asking(url) as workers:
+                assert (await workers.play(PEER, TURN, b"")).episode == b"episode"
 
     asyncio.run(run_it())
 
