@@ -77,11 +77,23 @@ class _Member:
     steps: int = 0
     wanted: set[int] = field(default_factory=set)
     """Its groups that it has not taken."""
-    taken: set[int] = field(default_factory=set)
+    shares: list[set[int]] = field(default_factory=list)
+    """The groups of each share that it took. It learns from one after the other, H steps each."""
     owes: bool = True
     """It is to take a share, if only an empty one."""
     sending: bool = False
     retry_at: float = float("-inf")
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.wanted) + sum(map(len, self.shares))
+
+    def give_back(self, inner_steps: int) -> set[int]:
+        """Loses the groups that it took and had not learnt from; says which."""
+        num_learnt = self.steps // inner_steps
+        lost = set[int]().union(*self.shares[num_learnt:])
+        del self.shares[num_learnt:]
+        return lost
 
 
 class Dealing:
@@ -96,7 +108,7 @@ class Dealing:
     ) -> None:
         """`groups` have episodes. `taken` are those that members took of an earlier dispatcher, an
         empty collection if they took an empty share; of what they say, what is none of `groups` is
-        left out: it cannot be dealt again. A learner has learnt after `inner_steps`."""
+        left out: it cannot be dealt again. A share is learnt from in `inner_steps`."""
         self._inner_steps = inner_steps
         self._taken_before = {peer: set(of).intersection(groups) for peer, of in taken.items()}
         self._undealt = set(groups).difference(*self._taken_before.values())
@@ -107,11 +119,6 @@ class Dealing:
     def num_waiting(self) -> int:
         """Groups that nobody has taken yet."""
         return len(self._undealt) + sum(len(m.wanted) for m in self._members.values())
-
-    @property
-    def taken(self) -> Mapping[PeerId, Collection[int]]:
-        """What each member took."""
-        return {peer: m.taken for peer, m in self._members.items() if not m.owes}
 
     def handle(self, event: Event, now: float) -> list[SendShare]:
         match event:
@@ -124,7 +131,7 @@ class Dealing:
                 member = self._members[peer]
                 member.sending = member.owes = member.refuses = False
                 member.wanted -= set(groups)
-                member.taken |= set(groups)
+                member.shares.append(set(groups))
             case ShareFailed(peer):
                 member = self._members[peer]
                 member.sending, member.retry_at = False, now + RETRY_S
@@ -138,12 +145,10 @@ class Dealing:
             taken = self._taken_before.get(peer)
             is_in = taken is not None or not self._dealt or learner.trains
             member = _Member(learner.life, now, now, owes=taken is None and is_in)
-            member.taken = taken or set()
+            member.shares = [] if taken is None else [taken]
             self._members[peer] = member
         elif member.life != learner.life:
-            if not self._has_learnt(member):
-                member.wanted |= member.taken
-                member.taken = set()
+            member.wanted |= member.give_back(self._inner_steps)
             member.life, member.offered_at, member.refuses = learner.life, now, False
         member.seen_at, member.steps = now, learner.steps
 
@@ -156,9 +161,8 @@ class Dealing:
             if is_gone or member.refuses:
                 self._undealt |= member.wanted
                 member.wanted = set()
-            if is_gone and now - member.seen_at > ORPHANED_S and not self._has_learnt(member):
-                self._undealt |= member.taken
-                member.taken = set()
+            if is_gone and now - member.seen_at > ORPHANED_S:
+                self._undealt |= member.give_back(self._inner_steps)
 
     def _deal(self, learners: Mapping[PeerId, Learner], now: float) -> None:
         """What belongs to nobody, to whoever has least."""
@@ -168,7 +172,7 @@ class Dealing:
         self._dealt = True
         for group in sorted(self._undealt):
             members = [self._members[peer] for peer in able]
-            member = min(members, key=lambda m: len(m.wanted) + len(m.taken))
+            member = min(members, key=lambda m: m.num_groups)
             if not member.wanted:
                 member.offered_at = now
             member.wanted.add(group)
@@ -180,6 +184,3 @@ class Dealing:
             if is_due and now >= member.retry_at and now - member.seen_at < RETRY_S:
                 member.sending = True
                 yield SendShare(peer, tuple(sorted(member.wanted)))
-
-    def _has_learnt(self, member: _Member) -> bool:
-        return member.steps >= self._inner_steps

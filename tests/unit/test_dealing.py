@@ -71,6 +71,17 @@ def test_what_a_member_learnt_before_it_went_is_not_learnt_again() -> None:
     assert dealing.handle(seen(ANNA), ORPHANED_S + 9) == []
 
 
+def test_a_second_share_is_learnt_from_after_the_first() -> None:
+    """H steps make the first; who goes then had not learnt from the second."""
+    dealing = all_taken(2, ANNA, BERT)
+    dealing.handle(seen(ANNA, steps=INNER_STEPS), 1.0)
+    [orphans] = dealing.handle(seen(ANNA, steps=INNER_STEPS), ORPHANED_S + 1)
+    assert orphans == SendShare(ANNA, (1,))
+    dealing.handle(ShareTaken(ANNA, (1,)), ORPHANED_S + 1)
+    late = 2 * ORPHANED_S + 3
+    assert dealing.handle(seen(CLEO, trains=False), late) == [SendShare(CLEO, (1,))]
+
+
 def test_a_member_that_was_started_anew_gets_its_share_again() -> None:
     dealing = all_taken(2, ANNA, BERT)
     again = LearnersSeen({ANNA: Learner(1, 2, True), BERT: Learner(2, 0, False)})
