@@ -12,7 +12,6 @@ from p2pdiloco.protocol import election, events
 from p2pdiloco.protocol.actions import DropContribution, InstallFragment, PrepareContribution
 from p2pdiloco.protocol.ledger import BRANCH, NOT_ASKED
 from p2pdiloco.protocol.lineage import Record
-from p2pdiloco.protocol.membership import MEMBERS_MAX
 from p2pdiloco.protocol.naming import PeerId, RoundId, sentence
 from p2pdiloco.protocol.register import Offer, Register
 from p2pdiloco.protocol.state import NodeState
@@ -21,8 +20,10 @@ from p2pdiloco.protocol.wire import ContributionReady, RoundDeclined, RoundOpene
 NOT_IN_TIME = "ready, but not before the round closed"
 LEARNER_DIED = "the learner died before they were merged"
 OLD_FENCE = "an old term or attempt"
-ATTEMPT_LEAP_MAX = MEMBERS_MAX
-"""An honest synchronizer passes over everybody at most; larger leaps would use the numbers up."""
+ATTEMPT_LEAP_MAX = 2**24
+"""A swarm that waits for a quorum takes years to count so far, an attempt with each patience that
+it loses, and who is started anew begins at 0; larger leaps would use the numbers up.
+"""
 
 
 def round_opened(node: NodeState, sender: PeerId, message: RoundOpened) -> ContributionReady | None:

@@ -26,6 +26,7 @@ from p2pdiloco.protocol.contributor import ATTEMPT_LEAP_MAX, LEARNER_DIED, NOT_I
 from p2pdiloco.protocol.ledger import NOT_ASKED, OVERLAP
 from p2pdiloco.protocol.lineage import Record, Refused
 from p2pdiloco.protocol.naming import PeerId, RoundId
+from p2pdiloco.protocol.synchronizer import IMPATIENT_MIN_S
 from p2pdiloco.protocol.wire import Head, RoundDeclined, RoundOpened
 
 FIRST = opened(None)
@@ -145,6 +146,14 @@ def test_who_is_behind_is_told_the_head() -> None:
     assert head
     told = script.hear(B, opened(make_records(3)[-1]))[0]
     assert told == Send(B, committed(B, make_records(4)[-1]).message)
+
+
+def test_who_was_started_anew_joins_a_round_of_one_that_waited_for_weeks() -> None:
+    """Its attempt grew with each patience that was lost, and is remembered by nobody else."""
+    script = training(B)
+    asked = opened(None, int(30 * 24 * 3600 / IMPATIENT_MIN_S))
+    assert script.hear(B, asked) == [PrepareContribution(asked.round)]
+    assert script.node.state.cooled_down(B)
 
 
 def test_an_old_attempt_is_refused_counted_and_told_the_newer() -> None:

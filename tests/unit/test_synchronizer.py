@@ -32,6 +32,7 @@ from p2pdiloco.protocol.actions import (
 from p2pdiloco.protocol.lineage import Contributor, Record, check_record
 from p2pdiloco.protocol.naming import PeerId, RoundId
 from p2pdiloco.protocol.round import Round, Stage
+from p2pdiloco.protocol.synchronizer import IMPATIENT_MIN_S
 from p2pdiloco.protocol.wire import Committed, Heartbeat, Left, RoundDeclined, RoundOpened
 
 H = 12
@@ -268,6 +269,13 @@ def test_a_member_that_has_seen_a_later_attempt_says_so() -> None:
     assert script.node.state.registers[0].fence == (0, later)
 
 
+def test_a_member_that_waited_for_a_quorum_for_weeks_is_believed_its_attempt() -> None:
+    script, id_ = due(B)
+    later = id_.attempt + int(30 * 24 * 3600 / IMPATIENT_MIN_S)
+    script.hear(B, RoundDeclined(id_, "an old term or attempt", attempt=later))
+    assert script.node.state.registers[0].fence == (0, later)
+
+
 def test_an_attempt_out_of_this_world_is_not_believed() -> None:
     script, id_ = due(B)
     script.hear(B, RoundDeclined(id_, "an old term or attempt", attempt=2**62))
@@ -496,8 +504,14 @@ def test_members_that_wait_for_each_other_agree_on_the_highest_attempt() -> None
     _, attempt = script.node.state.registers[1].fence
     script.beat(B, local_steps=(0, H), attempts=(0, attempt + 3))
     assert script.node.state.registers[1].fence == (0, attempt + 3)
-    script.beat(C, local_steps=(0, H), attempts=(0, attempt + 2**20))
+    script.beat(C, local_steps=(0, H), attempts=(0, attempt + 2**40))
     assert script.node.state.registers[1].fence == (0, attempt + 3), "out of this world"
+
+
+def test_who_was_started_anew_agrees_with_one_that_waited_for_a_quorum_for_weeks() -> None:
+    script, attempt = late(B, since_s=4.0), int(30 * 24 * 3600 / IMPATIENT_MIN_S)
+    script.beat(B, local_steps=(0, H), attempts=(0, attempt))
+    assert script.node.state.registers[1].fence == (0, attempt)
 
 
 def test_attempts_are_hearsay_while_nothing_is_late() -> None:
