@@ -31,7 +31,10 @@ from p2pdiloco.protocol.wire import Link, Mixing
 
 LOST_S = 10.0
 """A swarm counts as below its quorum after this: members that restart are back before it."""
-ROUNDS_LEAP_MAX = 1000
+ROUNDS_LEAP_MAX = 2**20
+"""A swarm below its quorum takes months to count so far, a round with each H steps, and who is
+started anew begins at 0; larger leaps would use the numbers up.
+"""
 
 
 class Stage(Enum):

@@ -91,6 +91,13 @@ def test_a_node_joins_the_round_of_its_partner() -> None:
     assert told(script.hear(B, says("half", 2))) == ["void"]
 
 
+def test_who_was_started_anew_joins_the_round_of_one_that_mixed_for_days() -> None:
+    script = short(B, steps=3)
+    assert TakeValues(0, 100_000, 0, (B,)) in script.hear(B, says("open", 100_000))
+    script = short(B, steps=3)
+    assert told(script.hear(B, says("open", 2**40))) == ["void"], "out of this world"
+
+
 def test_members_on_another_version_are_no_partners() -> None:
     script = training(B, quorum=3, mixes_below_quorum=True)
     heads = (head_of(None, 1), head_of(None, 1))  # of fragment 0 it holds something else
