@@ -138,12 +138,11 @@ class Fallback:
 
     def mixing(self, sender: PeerId, message: Mixing) -> None:
         """What a partner says. Raises PeerError for what no run with synchronizers has."""
-        for told in message.links:
-            if told.part != "local":
-                raise PeerError("it speaks of rounds of gossip, this run has synchronizers")
-            answers = self._link(sender, told)
-            if answers:
-                self.node.send(sender, Mixing(tuple(answers)))
+        if any(told.part != "local" for told in message.links):
+            raise PeerError("it speaks of rounds of gossip, this run has synchronizers")
+        answers = [link for told in message.links for link in self._link(sender, told)]
+        if answers:
+            self.node.send(sender, Mixing(tuple(answers)))
 
     def _link(self, sender: PeerId, told: Link) -> Sequence[Link]:
         """What to answer a partner, if anything. Raises PeerError for a fragment unknown here."""

@@ -98,6 +98,13 @@ def test_who_was_started_anew_joins_the_round_of_one_that_mixed_for_days() -> No
     assert told(script.hear(B, says("open", 2**40))) == ["void"], "out of this world"
 
 
+def test_many_words_of_a_partner_get_one_answer() -> None:
+    script, first = short(B), 2**40
+    words = tuple(Link(0, first + k, "local", "open", 0.5) for k in range(9))
+    (answer,) = (a for a in script.hear(B, Mixing(words)) if isinstance(a, Send))
+    assert answer.message == Mixing(tuple(link._replace(stage="void") for link in words))
+
+
 def test_members_on_another_version_are_no_partners() -> None:
     script = training(B, quorum=3, mixes_below_quorum=True)
     heads = (head_of(None, 1), head_of(None, 1))  # of fragment 0 it holds something else
