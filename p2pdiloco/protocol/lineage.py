@@ -29,6 +29,8 @@ became of its tokens.
 CONTRIBUTORS_MAX = 64
 """Contributors of one merge; the synchronizer pulls from each, so its downlink bounds them."""
 RECORD_BYTES_MAX = 32 * 1024
+REFUSAL_BYTES_MAX = 320
+"""Of a reason in a record: one that names as many as it may is still no longer than is read."""
 TOKENS_MAX = 2**50
 """More tokens than this in one contribution are a lie or a bug."""
 
@@ -55,6 +57,11 @@ class Refused:
 
     peer: PeerText
     reason: Sentence
+
+
+def refusal(peer: PeerId, reason: str) -> Refused:
+    """With as much of the reason as fits into a record."""
+    return Refused(peer, reason.encode()[:REFUSAL_BYTES_MAX].decode(errors="ignore"))
 
 
 def period_of(contributors: Iterable[Contributor]) -> int:
@@ -142,9 +149,12 @@ def unpack_record(data: bytes) -> Record:
 
 
 def check_record(record: Record, run_id: str, signer: Signer) -> None:
-    """Raises PeerError unless the record is of this run and signed by the synchronizer that it
-    names.
+    """Raises PeerError unless the record is of this run, signed by the synchronizer that it names,
+    and short enough for those who are to read it from a disk or a donor.
     """
+    num_bytes = len(record.signed_part) + len(record.signature)
+    if num_bytes > RECORD_BYTES_MAX:
+        raise PeerError(f"a merge record of {num_bytes} bytes; at most {RECORD_BYTES_MAX} are read")
     if record.run_id != run_id:
         raise PeerError(f"a merge record of another run; this is run {run_id[:12]}")
     if not signer.verify(record.synchronizer, record.signed_part, record.signature):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from p2pdiloco.protocol import contributor, election, events, pacing
 from p2pdiloco.protocol.actions import CommitRecord, DropRound, MergeRound, PullContribution
-from p2pdiloco.protocol.lineage import CONTRIBUTORS_MAX, Contributor, Record, Refused
+from p2pdiloco.protocol.lineage import CONTRIBUTORS_MAX, Contributor, Record, refusal
 from p2pdiloco.protocol.membership import Member
 from p2pdiloco.protocol.naming import PeerId, RoundId, sentence
 from p2pdiloco.protocol.register import Register
@@ -313,7 +313,7 @@ class Synchronizer:
             return
         assert chain and chain.digest == round_.parent, "a round outlived its base"
         parts = self._parts(round_)
-        refused = tuple(Refused(p, r) for p, r in sorted(round_.refused.items()))
+        refused = tuple(refusal(p, r) for p, r in sorted(round_.refused.items()))
         record = Record(
             run_id=node.config.run_id,
             fragment=register.index,

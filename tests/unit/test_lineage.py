@@ -29,6 +29,8 @@ from p2pdiloco.protocol.lineage import (
     check_record,
     unpack_record,
 )
+from p2pdiloco.protocol.naming import PeerId
+from p2pdiloco.protocol.wire import MESSAGE_BYTES_MAX
 
 SIGNER = FakeSigner(A)
 
@@ -94,6 +96,15 @@ def test_random_bytes_are_no_record(data: bytes) -> None:
 def test_a_record_that_is_too_long_is_not_read() -> None:
     with pytest.raises(PeerError, match="at most 32768"):
         unpack_record(bytes(RECORD_BYTES_MAX + 1))
+
+
+def test_a_record_that_could_not_be_read_back_is_refused() -> None:
+    """It comes in a message too, which is longer than a record may be."""
+    refused = tuple(Refused(PeerId(f"peer{k}"), "\N{FIRE}" * 200) for k in range(50))
+    record = make_record(refused=refused)
+    assert RECORD_BYTES_MAX < len(record.pack()) < MESSAGE_BYTES_MAX
+    with pytest.raises(PeerError, match="at most 32768"):
+        check(record)
 
 
 def test_a_record_of_this_run_signed_by_its_synchronizer_passes() -> None:

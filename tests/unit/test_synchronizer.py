@@ -29,7 +29,13 @@ from p2pdiloco.protocol.actions import (
     PullContribution,
     Send,
 )
-from p2pdiloco.protocol.lineage import Contributor, Record, check_record
+from p2pdiloco.protocol.lineage import (
+    CONTRIBUTORS_MAX,
+    Contributor,
+    Record,
+    check_record,
+    unpack_record,
+)
 from p2pdiloco.protocol.naming import PeerId, RoundId
 from p2pdiloco.protocol.round import Round, Stage
 from p2pdiloco.protocol.synchronizer import IMPATIENT_MIN_S
@@ -396,6 +402,23 @@ def test_those_that_came_too_late_are_named_in_the_record() -> None:
     record = commit(script.do(merged(id_)))
     assert record.refusal_of(C) == "late: the round had closed"
     assert record.refusal_of(B) is None
+
+
+def test_whatever_members_decline_with_their_synchronizers_record_can_be_read() -> None:
+    others = [PeerId(f"{k:0128d}") for k in range(CONTRIBUTORS_MAX - 1)]
+    script = mine(*others)
+    script.wait(3.0)
+    script.beat(*others, local_steps=(H, H))
+    step(script, H // 2)
+    id_ = round_of(script).id
+    report(script, A)
+    for peer in others:
+        script.hear(peer, RoundDeclined(id_, "\N{FIRE}" * 200))
+    script.do(pulled(id_, A))
+    record = commit(script.do(merged(id_)))
+    assert unpack_record(record.pack()) == record
+    check_record(record, RUN, FakeSigner(A))
+    assert [r.peer for r in record.refused] == others
 
 
 def test_an_answer_to_a_round_that_was_given_up_changes_nothing() -> None:
