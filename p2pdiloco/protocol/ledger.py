@@ -14,6 +14,7 @@ node's own state, until another node has mixed that state into its own: pending 
 merged from then on.
 """
 
+import heapq
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,6 +27,11 @@ NOT_ASKED = "not in any round before the fragment was overwritten"
 CARRIED_MAX = RECORDS_KEPT
 """Versions of a fragment in which tokens are carried; those of the oldest are counted together."""
 BRANCH = "merged on a lineage that lost"
+REASONS_KEPT = 64
+"""Of old settlements, that are counted one by one: most come from records, so each merge may bring
+a new one. The rarest are counted together.
+"""
+OTHER_REASONS = "other reasons"
 
 
 @dataclass(slots=True)
@@ -198,6 +204,17 @@ class Ledger:
             self._old.tokens += old.tokens
             self._old.merged += old.merged
             self._old.fates.update(old.fates)
+            self._put_rare_reasons_together()
+
+    def _put_rare_reasons_together(self) -> None:
+        old = self._old.fates
+        named = [fate for fate in old if fate[1] != OTHER_REASONS]
+        rare = heapq.nsmallest(len(named) - REASONS_KEPT, named, key=lambda fate: (old[fate], fate))
+        for kind, reason in rare:
+            tokens = old.pop((kind, reason))
+            old[kind, OTHER_REASONS] += tokens
+            self._fates += {(kind, OTHER_REASONS): tokens}
+            self._fates -= {(kind, reason): tokens}
 
     def save(self) -> dict[str, Any]:
         """Plain data for JSON; nothing changes it afterwards."""

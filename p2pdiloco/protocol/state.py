@@ -11,7 +11,7 @@ from enum import Enum
 
 from p2pdiloco.protocol import election, pacing
 from p2pdiloco.protocol.actions import Action, Note, Send
-from p2pdiloco.protocol.ledger import Ledger
+from p2pdiloco.protocol.ledger import OTHER_REASONS, Ledger
 from p2pdiloco.protocol.lineage import CONTRIBUTORS_MAX, Signer
 from p2pdiloco.protocol.membership import Member, Membership
 from p2pdiloco.protocol.naming import PeerId, RoundId, sentence
@@ -44,7 +44,6 @@ REFUSALS_KEPT = 64
 """Reasons that are counted one by one: they may hold text of peers, who must not fill our memory.
 The rarest are counted together.
 """
-OTHER_REASONS = "other reasons"
 REST_MAX_S = 300.0
 """What slower learners of an rl run get beyond the median one, at most."""
 AT_ONCE_MAX = 250

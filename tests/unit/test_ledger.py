@@ -132,6 +132,23 @@ def test_old_settlements_are_summed_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(ledger.save()["recent"][0]) == 3
 
 
+def test_the_rarest_of_many_reasons_are_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reasons are those of records: whoever synchronizes may find a new one for each merge."""
+    monkeypatch.setattr(ledgers, "RECORDS_KEPT", 3)
+    ledger = Ledger(1)
+    for version in range(1, 1001):
+        ledger.step(0, 30)
+        reason = "late" if version % 2 else f"number {version}"
+        settle(ledger, version, merged=8, offered=20, kind="rejected", reason=reason)
+    totals = ledger.totals()
+    assert len(totals.rejected) <= ledgers.REASONS_KEPT + 3
+    assert totals.adds_up and sum(totals.rejected.values()) == 12 * 1000
+    assert (totals.rejected["late"], totals.lost) == (12 * 500, {OVERLAP: 10_000})
+    assert totals.rejected[ledgers.OTHER_REASONS] > 12 * 400
+    assert len(ledger.save()["old"]["fates"]) <= ledgers.REASONS_KEPT + 1
+    assert Ledger.load(json.loads(json.dumps(ledger.save()))).totals() == totals
+
+
 def test_what_is_saved_is_json_and_comes_back() -> None:
     ledger = worked(100)
     settle(ledger, merged=80, offered=80)

@@ -31,7 +31,7 @@ from protocol_builders import (
 from p2pdiloco.protocol import events
 from p2pdiloco.protocol.actions import DropRound, FetchRecords, Send
 from p2pdiloco.protocol.events import SnapshotInfo
-from p2pdiloco.protocol.ledger import NOT_ASKED
+from p2pdiloco.protocol.ledger import NOT_ASKED, OTHER_REASONS
 from p2pdiloco.protocol.lineage import Record, Refused
 from p2pdiloco.protocol.membership import FANOUT, HEARTBEAT_S, REPORTERS_MAX
 from p2pdiloco.protocol.naming import PeerId, RoundId
@@ -40,7 +40,6 @@ from p2pdiloco.protocol.pauses import PAUSES_MAX
 from p2pdiloco.protocol.state import (
     AT_ONCE_MAX,
     NUM_DEPUTIES,
-    OTHER_REASONS,
     REFUSALS_KEPT,
     Condition,
 )
