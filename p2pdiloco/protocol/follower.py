@@ -325,7 +325,7 @@ class Follower:
         if event.diverged:
             self._diverged(register, pursuit)
         self._failed(register, pursuit.source, event.reason)
-        if register.chain and not event.diverged:
+        if register.chain:
             contributor.hand_over(node, register)
 
     def _diverged(self, register: Register, pursuit: Pursuit) -> None:

@@ -407,6 +407,20 @@ def test_a_record_that_nobodys_state_leads_to_is_disbelieved() -> None:
     assert script.do(committed(C, NEXT)) == []
 
 
+def test_a_joiner_trains_on_what_was_there_before_a_record_that_is_wrong() -> None:
+    script, wrong = joiner(B, C), make_record()
+    script.do(events.LearnerStarted())
+    announce(script, B, [wrong])
+    for snapshot_is_believed in (False, True):
+        plan = catch_up(answer(script, B, [wrong], ZERO))
+        assert (plan.snapshot, plan.records) == (ZERO, (wrong,))
+        done = script.do(loaded(ZERO), events.CatchUpFailed(0, "another digest", diverged=True))
+        script.now += 1.0
+        assert (InstallFragment(0, 0) in done) is snapshot_is_believed
+        announce(script, B, [wrong])
+    assert register(script).disbelieved == wrong.digest
+
+
 def test_a_lineage_over_a_disbelieved_record_needs_a_snapshot_behind_it() -> None:
     script, lineage = training(B, C), make_records(4)
     register(script).disbelieved = lineage[0].digest
