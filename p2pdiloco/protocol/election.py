@@ -25,6 +25,8 @@ carries a large swarm.
 
 SCORES_KEPT = 2**15
 """Eight terms of a view as full as can be: who comes or goes costs one new score, not all."""
+BELOW_ONE = 1.0 - 2.0**-53
+"""The largest float of a share; a hash near 2**64 would be rounded to one, which has no score."""
 
 
 def term_of(version: int, term_merges: int) -> int:
@@ -92,6 +94,10 @@ def weight(uplink_mb_s: float) -> float:
 def _key(run_id: str, turn: Turn, peer: PeerId, weight: float) -> tuple[float, PeerId]:
     """The smaller, the better."""
     drawn = f"{run_id}/{turn.term}/{turn.attempt}/{turn.slot}/{peer}"
-    digest = hashlib.blake2b(drawn.encode(), digest_size=8).digest()
+    return score(hashlib.blake2b(drawn.encode(), digest_size=8).digest(), weight), peer
+
+
+def score(digest: bytes, weight: float) -> float:
+    """Of 8 bytes that are uniformly distributed; below zero."""
     uniform = (int.from_bytes(digest, "big") + 0.5) / 2.0**64
-    return weight / math.log(uniform), peer
+    return weight / math.log(min(uniform, BELOW_ONE))

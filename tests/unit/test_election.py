@@ -1,11 +1,12 @@
 import random
 from collections import Counter
 from collections.abc import Iterable
+from math import inf
 
 import pytest
 from protocol_builders import RUN
 
-from p2pdiloco.protocol.election import SHARE_MEMBERS, Drawing, Turn, slot_of, term_of
+from p2pdiloco.protocol.election import SHARE_MEMBERS, Drawing, Turn, score, slot_of, term_of
 from p2pdiloco.protocol.naming import PeerId
 
 PEERS = [PeerId(f"peer{i}") for i in range(10)]
@@ -25,6 +26,12 @@ def test_a_term_is_a_lease_of_some_merges() -> None:
 
 def test_everybody_reaches_the_same_order() -> None:
     assert order(RUN, 3, EQUAL) == order(RUN, 3, reversed(EQUAL))
+
+
+def test_every_hash_can_be_drawn() -> None:
+    """Names are made up by peers, who may look for the hash that nobody can compute with."""
+    lowest, highest = score(bytes(8), 1.0), score(b"\xff" * 8, 1.0)
+    assert -inf < highest < lowest < 0.0
 
 
 def test_terms_and_runs_shuffle_anew() -> None:
