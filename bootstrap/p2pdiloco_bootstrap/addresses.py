@@ -57,13 +57,15 @@ def encode(transport: str) -> RawMultiaddr:
 
 
 def decode(encoded: bytes) -> str | None:
-    """The text of what p2pd reports; None for transports that we do not speak (QUIC, WebRTC...)."""
+    """The text of what p2pd or a relay reports; None for transports that we do not speak (QUIC,
+    WebRTC...), and for what is no address.
+    """
     relay = encoded.removesuffix(_CIRCUIT_CODE)
     if relay != encoded:
         return decode_circuit(relay)
     try:
         return str(Multiaddr(encoded))
-    except (ValueError, LookupError):
+    except (ValueError, LookupError, TypeError, OverflowError):  # all that garbage can bring about
         return None
 
 
@@ -86,18 +88,14 @@ def is_relayed(address: str) -> bool:
 
 def is_public(address: str) -> bool:
     """Whether an address can be dialed from anywhere, if nothing is in between."""
-    _, protocol, host, *_ = [*address.split("/"), "", ""]
-    return (
-        protocol in ("ip4", "ip6")
-        and ipaddress.ip_address(host).is_global
-        and not is_relayed(address)
-    )
+    ip = _ip_of(address)
+    return ip is not None and ip.is_global and not is_relayed(address)
 
 
 def is_loopback(address: str) -> bool:
     """Whether an address leads to the machine itself, wherever one stands."""
-    _, protocol, host, *_ = [*address.split("/"), "", ""]
-    return protocol in ("ip4", "ip6") and ipaddress.ip_address(host).is_loopback
+    ip = _ip_of(address)
+    return ip is not None and ip.is_loopback
 
 
 def listen_address(host: str, port: int) -> str:
@@ -109,3 +107,12 @@ def listen_address(host: str, port: int) -> str:
             f"cannot listen on {host!r}: expected an IP address of this machine, or 0.0.0.0 for all"
         ) from None
     return f"/ip{version}/{host}/tcp/{port}"
+
+
+def _ip_of(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Where it begins; None where that is no IP address, or none that can be read."""
+    _, protocol, host, *_ = [*address.split("/"), "", ""]
+    try:
+        return ipaddress.ip_address(host) if protocol in ("ip4", "ip6") else None
+    except ValueError:  # others write what they like into their records
+        return None

@@ -89,6 +89,7 @@ def test_loopback_and_addresses_of_the_link_do_not_count() -> None:
         ((), []),
         ((DIRECT, RELAYED), []),
         (("/ip4/192.168.1.2/tcp/8600",), []),
+        (("/ip4/me/tcp/8600", "garbage"), []),
     ],
 )
 def test_who_is_relayed_and_can_be_dialed_is_dialed_once(

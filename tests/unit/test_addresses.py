@@ -53,6 +53,17 @@ def test_unknown_transports_are_left_out() -> None:
     assert decode(b"\xff\xff\xff\x7f") is None
 
 
+@pytest.mark.parametrize(
+    "garbage", ["", "e4caa5", "9003f9f99ca1b1d9d68bca1aeb69866b256ed61619f9a65a", "06ff"]
+)
+def test_garbage_in_binary_form_is_no_address(garbage: str) -> None:
+    encoded = bytes.fromhex(garbage)
+    assert not decode(encoded)
+    assert not decode_circuit(
+        encoded + encode(RELAYED).encoded.partition(encode(DIRECT).encoded)[2]
+    )
+
+
 def test_loopback_is_told_from_elsewhere() -> None:
     assert is_loopback("/ip4/127.0.0.1/tcp/1")
     assert is_loopback("/ip6/::1/tcp/1")
@@ -64,6 +75,11 @@ def test_what_can_be_dialed_from_anywhere() -> None:
     assert is_public("/ip4/44.128.1.2/tcp/1")
     assert not is_public("/ip4/192.168.1.2/tcp/1")
     assert not is_public("/dns4/somewhere.example/tcp/1")
+
+
+@pytest.mark.parametrize("text", ["", "/ip4", "/ip4/", "/ip4/300.1.2.3/tcp/1", "/ip6/me/tcp/1"])
+def test_garbage_leads_nowhere(text: str) -> None:
+    assert not is_public(text) and not is_loopback(text)
 
 
 def test_what_leads_through_a_relay() -> None:
