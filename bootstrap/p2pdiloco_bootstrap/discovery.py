@@ -10,6 +10,7 @@ the key inside the peer id; every DHT node checks that before it stores or belie
 
 import asyncio
 import logging
+import math
 import statistics
 import struct
 import time
@@ -20,6 +21,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import msgpack
+from google.protobuf.message import DecodeError
 
 from p2pdiloco_bootstrap.identity import Identity, verify
 
@@ -200,6 +202,7 @@ class MemberRecords(RecordValidatorBase):  # type: ignore[misc]  # hivemind has 
             and len(record.value) <= RECORD_BYTES_MAX
             and record.expiration_time <= time.time() + RECORD_LIFETIME_S_MAX
             and len(signature) == _SIGNATURE_BYTES
+            and isinstance(_unpack(content), bytes)  # what does not unpack would end each look-up
             and verify(peer, _signed_bytes(record, content), signature)
         )
 
@@ -255,6 +258,7 @@ async def _time_ahead(protocol: Any, peer: Any) -> float | None:
     try:
         async with asyncio.timeout(protocol.wait_timeout):
             answer = await protocol.get_stub(peer).rpc_ping(request)
-    except (P2PDaemonError, P2PHandlerError, OSError):  # it is gone, or hangs
+    except (P2PDaemonError, P2PHandlerError, OSError, DecodeError):  # gone, hangs, or is no friend
         return None
-    return float(answer.dht_time) - (asked_at + time.time()) / 2
+    ahead_s = float(answer.dht_time) - (asked_at + time.time()) / 2
+    return ahead_s if math.isfinite(ahead_s) else None
