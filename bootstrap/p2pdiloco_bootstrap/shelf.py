@@ -15,6 +15,7 @@ once); bodies honour a Range. Who reads what lies on the shelf is of no concern:
 """
 
 import asyncio
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -39,7 +40,11 @@ HELD_HEADER = "X-Held"
 STEPS_HEADER = "X-Steps"
 TOKENS_HEADER = "X-Tokens"
 
-_DIGEST = r"{digest:[0-9a-f]{64}}"
+VERSION_MAX = 10**16 - 1
+"""What fits into the paths below; no run comes near."""
+
+_HEX_DIGEST = "[0-9a-f]{64}"
+_DIGEST = f"{{digest:{_HEX_DIGEST}}}"
 _FRAGMENT = r"{fragment:\d{1,4}}"
 _VERSION = r"{version:\d{1,16}}"
 
@@ -277,6 +282,8 @@ def _checked_record(record: object) -> bytes:
 
 def _checked_snapshot(snapshot: object) -> tuple[int, str]:
     match snapshot:
-        case (int(version), str(digest)):
+        case (int(version), str(digest)) if 0 <= version <= VERSION_MAX and re.fullmatch(
+            _HEX_DIGEST, digest
+        ):
             return version, digest
     raise ValueError("a snapshot is a version and a digest")
