@@ -19,6 +19,7 @@ All calls block; the shell makes them in a thread. Records are opaque bytes here
 import json
 import logging
 import struct
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,7 +122,9 @@ class Store:
         self._lock: BinaryIO | None = None
         if read_only:
             return
-        self._sound: list[str | None] = [None] * num_fragments
+        kept = max_snapshots + LEASED_MAX
+        self._sound: list[deque[str]] = [deque(maxlen=kept) for _ in range(num_fragments)]
+        """Digests of the states that were read and found whole last."""
         with disk_access(directory):
             for folder in self._fragments:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -252,10 +255,10 @@ class Store:
         entry = self._entry(fragment, version, "snapshot")
         if entry is None or entry.digest != digest:
             return None
-        if self._sound[fragment] != digest:
+        if digest not in self._sound[fragment]:
             if self._state(fragment, entry) is None:
                 return None
-            self._sound[fragment] = digest
+            self._sound[fragment].append(digest)
         return FilePart(entry.path, entry.body_offset, entry.body_bytes)
 
     def read_merge(self, fragment: int, version: int, digest: str) -> bytes | None:

@@ -9,7 +9,7 @@ import pytest
 
 from p2pdiloco.errors import StoreError, UserError
 from p2pdiloco.protocol.lineage import RECORDS_KEPT
-from p2pdiloco_daemon.files import lock_directory
+from p2pdiloco_daemon.files import Entry, lock_directory
 from p2pdiloco_daemon.replica import (
     FragmentState,
     make_state,
@@ -346,6 +346,24 @@ def test_a_donor_finds_the_bytes_of_a_state_in_its_file(store: Store) -> None:
         assert inside == pack_state(state) and len(inside) == part.num_bytes
     assert store.state_part(0, 8, state_at(4).digest) is None
     assert store.state_part(0, 7, state.digest) is None
+
+
+def test_readers_of_two_states_have_each_read_whole_once(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(store, 9)
+    read = list[int]()
+    unpack = store._unpack
+
+    def count(fragment: int, entry: Entry, body: bytes) -> FragmentState | None:
+        read.append(entry.version)
+        return unpack(fragment, entry, body)
+
+    monkeypatch.setattr(store, "_unpack", count)
+    for _ in range(3):
+        for version in (4, 8):
+            assert store.state_part(0, version, state_at(version).digest)
+    assert read == [4, 8]
 
 
 def test_a_damaged_state_is_not_offered(store: Store, tmp_path: Path) -> None:
