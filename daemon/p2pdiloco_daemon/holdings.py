@@ -305,8 +305,12 @@ class Holdings:
         return held
 
     def _note_reader(self, fragment: int, version: int) -> None:
-        """Somebody wants the state of this version, and then the merges after it."""
-        self._read_at[fragment][version] = asyncio.get_running_loop().time()
+        """Somebody wants the state of this version, and then the merges after it; strangers may
+        name any.
+        """
+        held = self.replica.state(fragment)
+        if held and held.version - LEASE_MERGES_MAX <= version <= held.version:
+            self._read_at[fragment][version] = asyncio.get_running_loop().time()
 
     def _leased(self, fragment: int, newest: int) -> tuple[int, ...]:
         """Versions whose states, and the merges after them, are being read; the latest read
@@ -371,8 +375,9 @@ class Holdings:
         return {}
 
     async def measure_disk(self, directory: Path) -> None:
-        """Brings `bytes_on_disk` up to date."""
-        self.bytes_on_disk = await self.disk.run(_bytes_below, directory)
+        """Brings `bytes_on_disk` up to date, unless the disk refuses to be looked at."""
+        with suppress(OSError):
+            self.bytes_on_disk = await self.disk.run(_bytes_below, directory)
 
 
 def _log_name(fragment: int) -> str:

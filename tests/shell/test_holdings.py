@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import os
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
@@ -267,6 +268,36 @@ def test_a_bug_while_saving_is_told(tmp_path: Path, caplog: pytest.LogCaptureFix
 
 
 # -------------------------------------------------------------------- other nodes
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO, errno.ENOENT])
+def test_a_directory_that_cannot_be_looked_through_keeps_its_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(path: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    async def scenario(holdings: Holdings) -> None:
+        holdings.save_json("node", {"number": 7})
+        await holdings.measure_disk(tmp_path)
+        before = holdings.bytes_on_disk
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "scandir", refuse)
+            await holdings.measure_disk(tmp_path)
+        assert holdings.bytes_on_disk == before > 0
+
+    play(tmp_path, scenario)
+
+
+def test_who_asks_for_states_that_never_were_is_not_remembered(tmp_path: Path) -> None:
+    async def scenario(holdings: Holdings) -> None:
+        await load_genesis(holdings)
+        await apply_merges(holdings, [1, 2, 3])
+        for version in range(300):
+            assert await holdings.state_body(P, version, "ab" * 32) is None
+        assert sorted(holdings._read_at[P]) == [0, 1, 2, 3]
+
+    play(tmp_path, scenario)
 
 
 def test_addresses_of_others_outlive_the_node(tmp_path: Path) -> None:
