@@ -136,12 +136,16 @@ def _write_key_file(path: Path, private_key: Ed25519PrivateKey) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         # O_EXCL: of two processes that start at once, one gets an error instead of a lost key
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError:
+            path.unlink()  # half a key would be refused for ever
+            raise
     except OSError as error:
         raise UserError(
             f"cannot write a new identity to {path}: {error.strerror}; "
-            "make the directory writable for this user, or name another one"
+            "make room and the directory writable for this user, or name another one"
         ) from error

@@ -1,5 +1,7 @@
 """Identities: the key file, peer ids, signatures."""
 
+import errno
+import os
 import stat
 from pathlib import Path
 
@@ -69,6 +71,18 @@ def test_a_damaged_key_file_is_refused(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(UserError, match="restore it from a backup, or move it away"):
         Identity.load_or_create(path)
     assert path.read_bytes() == content
+
+
+def test_a_full_disk_leaves_no_half_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_space(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path = tmp_path / "identity.key"
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", no_space)
+        with pytest.raises(UserError, match=r"No space left on device; make room"):
+            Identity.load_or_create(path)
+    assert Identity.load_or_create(path).peer_id == Identity.load_or_create(path).peer_id
 
 
 def test_an_unreadable_key_file_says_so(tmp_path: Path) -> None:
