@@ -65,24 +65,31 @@ def disk_access(path: Path) -> Iterator[None]:
 
 def lock_directory(directory: Path) -> BinaryIO:
     """The lock file: the directory is this process's as long as it is open. UserError if it is
-    another's.
+    another's, StoreError if the disk refuses.
     """
     with disk_access(directory):
         directory.mkdir(parents=True, exist_ok=True)
         file = (directory / "lock").open("a+b", buffering=0)
+        try:
+            _take_lock(file, directory)
+        except (OSError, UserError):
+            file.close()
+            raise
+    return file
+
+
+def _take_lock(file: BinaryIO, directory: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.seek(0)
         owner = file.read().decode(errors="replace").strip()
-        file.close()
         raise UserError(
             f"{directory} is in use by another p2pdiloco daemon (process {owner or 'unknown'}). "
             "Stop that one, or start this one with another directory."
         ) from None
     file.truncate(0)
     file.write(f"{os.getpid()}\n".encode())
-    return file
 
 
 def require_free_directory(directory: Path) -> None:

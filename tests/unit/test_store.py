@@ -1,4 +1,5 @@
 import errno
+import fcntl
 import logging
 import os
 from collections.abc import Iterator
@@ -191,6 +192,19 @@ def test_two_daemons_in_one_directory_are_told_apart(store: Store, tmp_path: Pat
         Store(tmp_path, 2)
     store.close()
     Store(tmp_path, 2).close()
+
+
+def test_a_disk_that_gives_no_lock_is_a_store_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(file: object, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fcntl, "flock", refuse)
+        with pytest.raises(StoreError, match="No locks available"):
+            lock_directory(tmp_path)
+    lock_directory(tmp_path).close()
 
 
 def test_a_directory_is_had_before_anything_is_known_of_the_run(tmp_path: Path) -> None:
