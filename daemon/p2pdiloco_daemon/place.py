@@ -15,10 +15,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from p2pdiloco.errors import PeerError, UserError
+from p2pdiloco.errors import PeerError, StoreError, UserError
 from p2pdiloco.signed_spec import SignedSpec
 from p2pdiloco_bootstrap.identity import verify_with_key
 from p2pdiloco_bootstrap.invite import parse_invite
+from p2pdiloco_daemon.files import disk_access, write_whole
 
 SPEC_FILE = "run.spec"
 JOIN_FILE = "join.json"
@@ -126,11 +127,8 @@ def _read(path: Path) -> Place | None:
 
 def _write(path: Path, content: bytes) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(path.name + ".tmp")
-        unfinished.write_bytes(content)
-        unfinished.replace(path)
-    except OSError as error:
-        raise UserError(
-            f"{path} cannot be written: {error.strerror}; make room, or choose another --dir"
-        ) from error
+        with disk_access(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, content, ())
+    except StoreError as error:
+        raise UserError(f"{error} Or choose another --dir.") from error

@@ -1,5 +1,7 @@
 """What a node's directory remembers, and what a wrong one says."""
 
+import errno
+import os
 import socket
 from pathlib import Path
 
@@ -103,6 +105,38 @@ def test_a_damaged_spec_says_how_to_get_a_new_one(tmp_path: Path) -> None:
     (tmp_path / "run.spec").write_bytes(RUN.pack()[:-5])
     with pytest.raises(UserError, match=r"run\.spec.*remove it, and it is fetched again"):
         place.spec()
+
+
+def test_what_is_remembered_is_on_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a power cut leaves no empty file that asks for a person."""
+    synced, fsync, replace = list[int](), os.fsync, Path.replace
+
+    def note_sync(descriptor: int) -> None:
+        fsync(descriptor)
+        synced.append(os.fstat(descriptor).st_ino)
+
+    def require_synced(path: Path, target: Path) -> Path:
+        assert path.stat().st_ino in synced, f"{target.name} is not synced"
+        return replace(path, target)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(Path, "replace", require_synced)
+    place = join(tmp_path, invite())
+    place.keep_spec(RUN)
+    assert place.listen_port(HOST)
+    assert place.spec() == RUN
+
+
+def test_a_full_disk_is_told_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_space(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", no_space)
+    with pytest.raises(UserError, match=r"join\.json: No space left.* choose another --dir"):
+        join(tmp_path, invite())
+    assert not list(tmp_path.iterdir())
 
 
 HOST = "127.0.0.1"
