@@ -13,11 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from p2pdiloco.errors import UserError
 from p2pdiloco.simulation.goodput_mixed import Mixed
 from p2pdiloco_daemon import goodput_plot
 from p2pdiloco_daemon.cli import demo, directories, simulate
 from p2pdiloco_daemon.cli import main as main_module
 from p2pdiloco_daemon.cli.main import main
+from p2pdiloco_daemon.cli.ports import host_and_port, require_free
 from p2pdiloco_daemon.demo.display import Display
 from p2pdiloco_daemon.demo.supervisor import DemoOptions
 from p2pdiloco_daemon.status.view import (
@@ -210,6 +212,31 @@ def test_status_says_when_another_program_answers(
 ) -> None:
     with answering(status, body) as port:
         assert words in complaint(capsys, "status", "--port", str(port))
+
+
+def test_status_says_when_what_answers_speaks_no_http(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def greet(server: socket.socket) -> None:
+        connection, _ = server.accept()
+        with connection:
+            connection.recv(4096)
+            connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=greet, args=(server,))
+        thread.start()
+        told = complaint(capsys, "status", "--port", str(server.getsockname()[1]))
+        thread.join()
+    assert "something else than HTTP" in told
+
+
+def test_a_node_may_listen_on_ipv6() -> None:
+    assert host_and_port("0.0.0.0:4001") == ("0.0.0.0", 4001)
+    assert host_and_port("[::1]:4001") == ("::1", 4001)
+    told = r"port 0 on 2001:db8::7 cannot be used \((Cannot assign|Address family not supported by)"
+    with pytest.raises(UserError, match=told):
+        require_free("2001:db8::7", 0, "--listen")
 
 
 def test_status_prints_what_the_node_tells(capsys: pytest.CaptureFixture[str]) -> None:

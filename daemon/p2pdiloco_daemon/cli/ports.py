@@ -21,24 +21,25 @@ def port_number(text: str) -> int:
 
 
 def host_and_port(text: str) -> tuple[str, int]:
-    """argparse type: HOST:PORT, for example 0.0.0.0:4001."""
+    """argparse type: HOST:PORT, for example 0.0.0.0:4001 or [::]:4001."""
     host, separator, port = text.rpartition(":")
     if not separator or not host:
         raise argparse.ArgumentTypeError(
             f"expected HOST:PORT, for example 0.0.0.0:4001, got {text!r}"
         )
-    return host, port_number(port)
+    return host.removeprefix("[").removesuffix("]"), port_number(port)
 
 
 def require_free(host: str, port: int, option: str) -> None:
     """UserError naming the port and the option that chooses another, if it is in use."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        # as the server will: a port left by a stopped node in TIME_WAIT is free
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            # as the server will: a port left by a stopped node in TIME_WAIT is free
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
-        except OSError as error:
-            raise UserError(
-                f"port {port} on {host} cannot be used ({error.strerror}); stop the program that "
-                f"holds it, or choose another port with {option}"
-            ) from error
+    except OSError as error:
+        raise UserError(
+            f"port {port} on {host} cannot be used ({error.strerror}); stop the program that "
+            f"holds it, or choose another port with {option}"
+        ) from error

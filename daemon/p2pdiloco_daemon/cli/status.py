@@ -4,6 +4,7 @@ import argparse
 import json
 import urllib.error
 import urllib.request
+from http.client import HTTPException
 
 from p2pdiloco.errors import UserError
 from p2pdiloco_daemon.cli.ports import STATUS_PORT, port_number
@@ -58,7 +59,9 @@ def read_status(port: int) -> JsonObject:
             f"no node answers on port {port} of this machine; start one with `p2pdiloco join`, "
             "or name the port of its status page with --port"
         ) from error
-    except ValueError as error:
+    except HTTPException as error:
+        raise UserError(_not_a_node(port, "it answers with something else than HTTP")) from error
+    except (ValueError, RecursionError) as error:
         raise UserError(_not_a_node(port, "it answers with something else than JSON")) from error
     if not isinstance(status, dict) or "peer_id" not in status:
         raise UserError(_not_a_node(port, "its answer is not a node's status"))
