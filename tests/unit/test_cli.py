@@ -145,6 +145,14 @@ def test_demo_names_an_occupied_port(capsys: pytest.CaptureFixture[str], tmp_pat
     assert not (tmp_path / "d").exists()
 
 
+def test_demo_says_when_its_ports_come_to_an_end(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = complaint(capsys, "demo", "--dir", str(tmp_path / "d"), "--port", "65534")
+    assert "there is no port 65536" in words
+    assert words.endswith("choose a lower one with --port")
+
+
 def test_demo_leaves_a_directory_of_others_alone(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

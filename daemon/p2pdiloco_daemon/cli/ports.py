@@ -7,6 +7,7 @@ from p2pdiloco.errors import UserError
 
 STATUS_PORT = 8700
 """Of the status page, always on loopback."""
+PORT_MAX = 65535
 
 
 def port_number(text: str) -> int:
@@ -15,8 +16,8 @@ def port_number(text: str) -> int:
         port = int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected a port number, got {text!r}") from None
-    if not 0 <= port <= 65535:
-        raise argparse.ArgumentTypeError(f"expected a port from 0 to 65535, got {port}")
+    if not 0 <= port <= PORT_MAX:
+        raise argparse.ArgumentTypeError(f"expected a port from 0 to {PORT_MAX}, got {port}")
     return port
 
 
@@ -31,7 +32,10 @@ def host_and_port(text: str) -> tuple[str, int]:
 
 
 def require_free(host: str, port: int, option: str) -> None:
-    """UserError naming the port and the option that chooses another, if it is in use."""
+    """UserError naming the port and the option that chooses another, if it is in use, or, counted
+    up from the one that was named, there is none."""
+    if port > PORT_MAX:
+        raise UserError(f"there is no port {port}; choose a lower one with {option}")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
