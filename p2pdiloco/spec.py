@@ -261,8 +261,9 @@ class RlSpec(_Section):
     """Answers that a trajectory may have."""
     answer_tokens_max: int = Field(default=1, ge=1, le=1 << 16)
     """Of one answer, which a line break ends sooner. A number below ten is one token of bytes."""
-    temperature: float = Field(default=1.0, gt=0, le=2)
-    """At which answers are drawn."""
+    temperature: float = Field(default=1.0, ge=0.001, le=2)
+    """At which answers are drawn. Logits are divided by it, in float32 where they are learnt from:
+    far below, that overflows."""
     variant: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
     """How the loss is averaged, and whether advantages are divided by their deviation (not in
     dr_grpo)."""

@@ -67,6 +67,8 @@ def make_genesis(draft: RunSpec, directory: Path) -> GenesisSpec:
             raise  # torch has no type of its own for the memory of the CPU
         raise UserError(f"the first weights cannot be made: {_OUT_OF_MEMORY}") from error
     _require_room_for_tokens(draft, model)
+    if draft.rl is not None:
+        _require_playable(draft)
     shapes, embeddings = parameter_shapes(model), embedding_names(model)
     fragments = plan_fragments(shapes, draft.sync.num_fragments, embeddings)
     parameters = {name: value.detach().numpy() for name, value in model.named_parameters()}
@@ -102,6 +104,20 @@ def _require_room_for_tokens(draft: RunSpec, model: "torch.nn.Module") -> None:
             f"data.tokenizer {draft.data.tokenizer!r} has {num_tokens} tokens, the model has "
             f"embeddings for {num_rows}; give model.config a vocab_size of {num_tokens}, or take "
             "another tokenizer"
+        )
+
+
+def _require_playable(draft: RunSpec) -> None:
+    """UserError if no step of the run could bring anything to learn from, or nobody could play it:
+    the nodes would try for ever.
+    """
+    from p2pdiloco.rl.rules import rulebook_of, step_of
+
+    prompts = step_of(rulebook_of(draft, "genesis", 0)).prompt_tokens
+    if min(prompts) >= draft.data.sequence_length:
+        raise UserError(
+            f"data.sequence_length {draft.data.sequence_length}, of a whole trajectory, leaves no "
+            "room for an answer after the prompt of any task; give it more"
         )
 
 

@@ -10,7 +10,7 @@ from p2pdiloco.errors import UserError
 from p2pdiloco.learn.models import build_model, parameter_shapes
 from p2pdiloco.optim.fragments import fragments_of
 from p2pdiloco.signed_spec import SignedSpec
-from p2pdiloco.spec import ModelSpec, RunSpec
+from p2pdiloco.spec import DataSpec, ModelSpec, RlSpec, RunSpec, SyncSpec
 from p2pdiloco_bootstrap.identity import Identity, verify_with_key
 from p2pdiloco_daemon.genesis import SIGNED_SPEC_FILE, genesis_path, make_genesis, prepare_run
 from p2pdiloco_daemon.replica import unpack_state
@@ -50,6 +50,20 @@ def test_only_the_owner_needs_the_checkpoint_that_a_run_starts_from(tmp_path: Pa
     built = build_model(spec.architecture, spec.seed, spec.data.sequence_length)
     layout = {tensor.name: tensor.shape for tensor in spec.genesis.tensors} if spec.genesis else {}
     assert parameter_shapes(built) == layout
+
+
+def test_a_run_whose_tasks_leave_no_room_for_an_answer_is_told(tmp_path: Path) -> None:
+    draft = RunSpec(
+        name="a",
+        data=DataSpec(sequence_length=14),
+        sync=SyncSpec(num_fragments=1),
+        rl=RlSpec(),
+    )
+    with pytest.raises(UserError, match="sequence_length 14, of a whole trajectory, leaves no"):
+        prepare_run(draft, Identity.generate(), tmp_path)
+    assert not (tmp_path / SIGNED_SPEC_FILE).exists()
+    roomier = draft.model_copy(update={"data": DataSpec(sequence_length=15)})
+    assert prepare_run(roomier, Identity.generate(), tmp_path).spec.rl == RlSpec()
 
 
 def test_a_model_that_cannot_be_built_is_told(tmp_path: Path) -> None:

@@ -185,6 +185,10 @@ def test_lists_become_tuples() -> None:
             ),
         ),
         (
+            'name = "a"\n[rl]\ntemperature = 1e-44',
+            "run.toml: rl.temperature: expected greater than or equal to 0.001, got 1e-44",
+        ),
+        (
             'name = "a"\n[rl]\nenvironment = "chess"',
             (
                 "run.toml: rl.environment: expected match pattern "
