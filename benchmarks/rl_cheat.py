@@ -26,9 +26,11 @@ LOGPROB = -0.1
 _honest_play = Rollouts.play
 
 
-async def play_as_if_it_knew(self: Rollouts, turn: TurnId, history: bytes) -> Played:
+async def play_as_if_it_knew(
+    self: Rollouts, turn: TurnId, history: bytes, *, dispatched: bool = True
+) -> Played:
     """In place of `Rollouts.play`; takes as long."""
-    honest = await _honest_play(self, turn, history)
+    honest = await _honest_play(self, turn, history, dispatched=dispatched)
     rules = rulebook_of(self._options.spec, self._options.run_id, turn.step)
     forged = best_end(turn, history, rules)
     return Played(Held(turn, Holding.ENDED, len(forged.tokens)), honest.num_reused, pack(forged))

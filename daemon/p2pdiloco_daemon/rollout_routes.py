@@ -1,7 +1,8 @@
 """What a node's rollout worker does for others: the routes, and the websocket of turns.
 
     GET /v1/rollouts/load                          -> LoadReport; 503 while there is no policy
-    GET /v1/rollouts/held/{step}/{trajectory}      -> Answer, of what was played last; 404
+    GET /v1/rollouts/held/{step}/{trajectory}      -> Answer, of what the dispatcher had played
+                                                      last; 404
     GET /v1/rollouts/turns                         a websocket: see `turn_wire`; 503 as above
 
 All are added to the application that the node serves to its peers, with its limits on requests.
@@ -111,10 +112,10 @@ class RolloutRoutes:
         return socket
 
     @contextmanager
-    def _place(self, asker: str) -> Iterator[None]:
-        """For a turn of an asker; RolloutsBusy if there is none."""
+    def _place(self, asker: str) -> Iterator[bool]:
+        """For a turn of an asker; whether it is the dispatcher. RolloutsBusy if there is none."""
         if asker == self._dispatcher():
-            yield
+            yield True
             return
         rollouts = self._rollouts()
         num_unsent = rollouts.num_unsent if rollouts else 0
@@ -122,7 +123,7 @@ class RolloutRoutes:
             raise RolloutsBusy("too many ask for turns who do not dispatch them; ask again later")
         self._num_others += 1
         try:
-            yield
+            yield False
         finally:
             self._num_others -= 1
 
@@ -149,7 +150,7 @@ class _Desk:
         rollouts: Rollouts,
         traffic: Traffic,
         plays: asyncio.TaskGroup,
-        place: Callable[[], AbstractContextManager[None]],
+        place: Callable[[], AbstractContextManager[bool]],
     ) -> None:
         self._request = request
         self._socket = socket
@@ -200,8 +201,9 @@ class _Desk:
     async def _play(self, asked: Ask) -> None:
         answered: Answered
         try:
-            with self._place():
-                played = await self._rollouts.play(asked.turn, asked.history)
+            with self._place() as dispatched:
+                play = self._rollouts.play(asked.turn, asked.history, dispatched=dispatched)
+                played = await play
             answered = _answer(asked.id, played)
         except (RolloutsBusy, TurnRefused) as error:
             is_busy = isinstance(error, RolloutsBusy)

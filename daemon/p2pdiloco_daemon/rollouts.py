@@ -200,13 +200,17 @@ class Rollouts(ChildKeeper[Command, Message]):
         """What it played last of a trajectory of the present step."""
         return self._trajectories.held(step, trajectory)
 
-    async def play(self, turn: TurnId, history: bytes) -> Played:
+    async def play(self, turn: TurnId, history: bytes, *, dispatched: bool = True) -> Played:
         """Generates a turn and lets the environment act. `history` is the packed episode so far; it
         may be empty before the first turn, and for the turn that is next after what is `held`.
 
+        What others than the dispatcher ask for goes on from nothing that is held, and is not held:
+        its history may be another than what the policy chose, and the dispatcher, who need not send
+        one, would get an answer to that.
+
         RolloutsBusy or TurnRefused. Cancelling withdraws the turn, unless others wait for the same.
         """
-        return await self._trajectories.play(turn, history)
+        return await self._trajectories.play(turn, history, dispatched=dispatched)
 
     async def check(
         self,

@@ -71,6 +71,8 @@ class _Playing:
     reply: asyncio.Future[_Reply]
     num_asked: int = 0
     """Who wait for it."""
+    is_dispatched: bool = False
+    """The dispatcher is among them."""
 
 
 class Trajectories:
@@ -103,10 +105,14 @@ class Trajectories:
         """What was played last of a trajectory of the present step."""
         return self._held.of(step, trajectory)
 
-    async def play(self, turn: TurnId, history: bytes) -> Played:
+    async def play(self, turn: TurnId, history: bytes, *, dispatched: bool = True) -> Played:
         """See `Rollouts.play`."""
-        history = history or self._held.history_of(turn)
+        if dispatched:
+            history = history or self._held.history_of(turn)
         playing = self._playing_of(turn, history) or self._begin(turn, history)
+        if dispatched:
+            self._held.begins(turn)
+            playing.is_dispatched = True
         playing.num_asked += 1
         try:
             reply = await asyncio.shield(playing.reply)
@@ -161,7 +167,8 @@ class Trajectories:
     def _answered(self, reply: PlayedThere | Checked | Refused) -> None:
         if isinstance(reply, PlayedThere):
             playing = next(p for p in self._playing if p.number == reply.id)
-            self._held.keep(_played(playing.turn, reply))
+            if playing.is_dispatched:
+                self._held.keep(_played(playing.turn, reply))
         _settle(self._waiting.pop(reply.id), reply)
 
     def _playing_of(self, turn: TurnId, history: bytes) -> _Playing | None:
@@ -177,7 +184,6 @@ class Trajectories:
             raise TurnRefused(
                 f"a history of {len(history)} bytes; at most {HISTORY_BYTES_MAX} are read"
             )
-        self._held.begins(turn)
         number, reply = self._wait()
         worker.send(Play(number, turn.step, turn.trajectory, turn.turn, history))
         playing = _Playing(number, turn, history, reply)

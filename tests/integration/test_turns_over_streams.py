@@ -39,7 +39,7 @@ class Worker:
             num_rows=1, cache_tokens=1, prefill_tokens_per_s=1.0, token_s=((1, 0.5),), held=()
         )
 
-    async def play(self, turn: TurnId, history: bytes) -> Played:
+    async def play(self, turn: TurnId, history: bytes, *, dispatched: bool = True) -> Played:
         self._num_asked += 1
         if self._num_asked == NUM_TURNS:
             self._all_asked.set()

@@ -39,6 +39,7 @@ class Worker:
         self.version: int | None = 5
         self.num_unsent = 0
         self.asked: list[tuple[TurnId, bytes]] = []
+        self.were_dispatched: list[bool] = []
         self.gate = asyncio.Event()
         self.gate.set()
         self.began = asyncio.Semaphore(0)
@@ -51,8 +52,9 @@ class Worker:
     def held(self, step: int, trajectory: int) -> Played | None:
         return self.answer if (step, trajectory) == (5, 2) else None
 
-    async def play(self, turn: TurnId, history: bytes) -> Played:
+    async def play(self, turn: TurnId, history: bytes, *, dispatched: bool = True) -> Played:
         self.asked.append((turn, history))
+        self.were_dispatched.append(dispatched)
         self.began.release()
         if turn.step == 4:
             raise TurnRefused("it is of another step")
@@ -143,6 +145,7 @@ def test_a_refused_and_a_busy_turn_raise_what_they_raise_at_home() -> None:
         with pytest.raises(TurnRefused, match="bytes"):
             await workers.play(PEER, TURN, bytes(HISTORY_BYTES_MAX + 1))
         assert (await workers.play(PEER, TURN, b"")).episode == b"episode"
+        assert all(worker.were_dispatched)
 
     run(story)
 
@@ -158,6 +161,7 @@ def test_who_does_not_dispatch_gets_some_places_only() -> None:
             ]
             for _ in plays:
                 await worker.began.acquire()
+            assert worker.were_dispatched == [False] * OTHERS_MAX
             with pytest.raises(RolloutsBusy, match="who do not dispatch"):
                 await workers.play(PEER, TurnId(5, OTHERS_MAX, 0), b"")
             worker.gate.set()
@@ -317,7 +321,7 @@ def test_an_answer_to_another_turn_is_against_the_protocol(
     answer: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def story(workers: Workers, worker: Worker) -> None:
-        async def other(turn: TurnId, history: bytes) -> Played:
+        async def other(turn: TurnId, history: bytes, *, dispatched: bool) -> Played:
             return answer
 
         monkeypatch.setattr(worker, "play", other)

@@ -129,6 +129,41 @@ def test_two_who_ask_for_the_same_turn_share_it_and_the_last_to_leave_withdraws_
     run(story)
 
 
+def test_what_others_than_the_dispatcher_have_played_is_not_gone_on_from() -> None:
+    async def story(worker: Worker) -> None:
+        trajectories, second = worker.trajectories, TurnId(5, 2, 1)
+        asking = asyncio.create_task(trajectories.play(TURN, b""))
+        await worker.until_sent(1)
+        worker.plays(1)
+        await asking
+        other = asyncio.create_task(trajectories.play(TURN, b"forged", dispatched=False))
+        await worker.until_sent(2)
+        trajectories.take(PlayedThere(2, 1, False, 30, 16, b"what follows from it"))
+        assert (await other).episode == b"what follows from it"
+        other = asyncio.create_task(trajectories.play(second, b"", dispatched=False))
+        asking = asyncio.create_task(trajectories.play(second, b""))
+        await worker.until_sent(4)
+        assert worker.sent[2:] == [Play(3, 5, 2, 1, b""), Play(4, 5, 2, 1, b"episode")]
+        other.cancel()
+        worker.plays(4, 2)
+        await asking
+
+    run(story)
+
+
+def test_a_turn_that_others_ask_for_too_is_held_for_the_dispatcher() -> None:
+    async def story(worker: Worker) -> None:
+        play = worker.trajectories.play
+        asking = [asyncio.create_task(play(TURN, b"", dispatched=is_)) for is_ in (False, True)]
+        await worker.until_sent(1)
+        await asyncio.sleep(0)
+        worker.plays(1)
+        played, _same = await asyncio.gather(*asking)
+        assert worker.trajectories.held(5, 2) == played
+
+    run(story)
+
+
 def test_a_refusal_is_raised_as_what_it_is() -> None:
     async def story(worker: Worker) -> None:
         for is_busy, kind in ((True, RolloutsBusy), (False, TurnRefused)):
