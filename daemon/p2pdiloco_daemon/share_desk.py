@@ -14,7 +14,7 @@ tokens it has looked at a sample: one that it missed is first told to it, then h
 """
 
 import asyncio
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Protocol, TypeVar
@@ -84,6 +84,13 @@ class Share:
     trajectories: set[int] = field(default_factory=set)
 
 
+@dataclass(frozen=True, slots=True)
+class _Lie:
+    reason: str
+    is_token: bool
+    """Else it is in the story."""
+
+
 class _Wire(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -119,6 +126,8 @@ class ShareDesk:
         """Whose share is on its way or looked through: one at a time, as it may be large."""
         self._doubted: tuple[PeerId, int] | None = None
         """Whose share was doubted last, and of which step."""
+        self._looked_at: tuple[tuple[int, str | None] | None, dict[int, bytes]] = (None, {})
+        """Step and state, and by trajectory what was right so far of shares not taken yet."""
 
     def add_to(self, router: web.UrlDispatcher) -> None:
         router.add_post(SHARE_PATH, self._post)
@@ -146,12 +155,13 @@ class ShareDesk:
             if share is self._share and not new:
                 return
             if giver != self._swarm.me:
-                await self._require_truth(giver, share, list(new.values()))
+                await self._require_truth(giver, share, new)
                 self._require_turn(giver, step)
             part = tuple(new.values())
             share.parts.append(part)
             share.trajectories.update(new)
             self._share = share
+            self._looked_at = (None, {})
             self._teach(step, part)
 
     def _of(self, step: int) -> Share | None:
@@ -171,23 +181,43 @@ class ShareDesk:
         if not self._swarm.may_dispatch(giver):
             raise ShareRefused(f"step {step} is dispatched by {dispatcher} as seen from here")
 
-    async def _require_truth(self, giver: PeerId, share: Share, episodes: Sequence[bytes]) -> None:
+    async def _require_truth(
+        self, giver: PeerId, share: Share, episodes: Mapping[int, bytes]
+    ) -> None:
         step = share.step
-        replayed = [episode for episode in episodes if self._checker.draw()]
         try:
             async with asyncio.timeout(CHECK_S):
-                story = await self._first_refusal(step, episodes, ())
-                tokens = await self._first_refusal(step, replayed, range(len(replayed)))
+                wrong = await self._first_lie(share, episodes)
         except TimeoutError as error:
             raise NotYet(f"the checks of a share took more than {CHECK_S:.0f} s") from error
         if self._swarm.version == step and self._swarm.head != share.head:
             raise NotYet("this node has come to another lineage while it looked through a share")
-        wrong = f"an episode in the share of {giver[-8:]} is not true: {story or tokens}"
-        if story or (tokens and self._doubted == (giver, step)):
-            raise PeerError(wrong)
-        if tokens:
-            self._doubted = (giver, step)
-            raise ShareDoubted(wrong)
+        if wrong is None:
+            return
+        text = f"an episode in the share of {giver[-8:]} is not true: {wrong.reason}"
+        if not wrong.is_token or self._doubted == (giver, step):
+            raise PeerError(text)
+        self._doubted = (giver, step)
+        raise ShareDoubted(text)
+
+    async def _first_lie(self, share: Share, episodes: Mapping[int, bytes]) -> _Lie | None:
+        """What was looked at when the time was over is not looked at again."""
+        looked_at = self._looked_at_of(share)
+        left = {t: data for t, data in episodes.items() if looked_at.get(t) != data}
+        if story := await self._first_refusal(share.step, list(left.values()), ()):
+            return _Lie(story, is_token=False)
+        for trajectory, data in left.items():
+            is_drawn = self._checker.draw()
+            if is_drawn and (token := await self._first_refusal(share.step, [data], (0,))):
+                return _Lie(token, is_token=True)
+            looked_at[trajectory] = data
+        return None
+
+    def _looked_at_of(self, share: Share) -> dict[int, bytes]:
+        state = (share.step, share.head)
+        if self._looked_at[0] != state:
+            self._looked_at = (state, {})
+        return self._looked_at[1]
 
     async def _first_refusal(
         self, step: int, episodes: Sequence[bytes], replayed: Collection[int]

@@ -11,6 +11,7 @@ import aiohttp
 import msgpack
 import pytest
 from rollout_swarm import GROUP_SIZE, NUM_TRAJECTORIES, Worker, episode_of, rulebook
+from virtual_clock import run_virtual
 from yarl import URL
 
 from p2pdiloco.errors import PeerError
@@ -21,6 +22,7 @@ from p2pdiloco_daemon import share_desk
 from p2pdiloco_daemon.checker import Checker
 from p2pdiloco_daemon.exchange import Busy, Exchange, Refused
 from p2pdiloco_daemon.share_desk import (
+    NotYet,
     ShareDesk,
     pack_share,
     share_path,
@@ -98,6 +100,32 @@ def test_a_true_share_reaches_the_learner_once() -> None:
     run(standing, script)
     assert standing.learnt == [(STEP, 3), (STEP, 1)]
     assert not standing.blamed
+
+
+def test_a_share_that_takes_long_to_look_through_is_taken_in_the_end() -> None:
+    class Slow(Worker):
+        async def check(
+            self,
+            step: int,
+            episodes: Sequence[bytes],
+            replayed: Collection[int],
+            *,
+            ended: bool = True,
+        ) -> list[str | None]:
+            await asyncio.sleep(0.4 * share_desk.CHECK_S * len(replayed))
+            return await super().check(step, episodes, replayed, ended=ended)
+
+    async def script() -> None:
+        standing = Standing()
+        standing.worker = Slow(version=STEP)
+        share = episodes(0, 1, 2, 3, 4)
+        for _ in range(2):
+            with pytest.raises(NotYet):
+                await standing.desk.take(GIVER, STEP, share)
+        await standing.desk.take(GIVER, STEP, share)
+        assert standing.learnt == [(STEP, 5)]
+
+    run_virtual(script())
 
 
 def test_an_empty_share_is_one() -> None:
