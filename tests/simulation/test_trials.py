@@ -241,6 +241,21 @@ def test_below_the_quorum_nothing_is_merged_and_training_goes_on(seed: int) -> N
     assert len(world.records) > merges
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_who_waited_for_a_quorum_for_weeks_merges_when_another_returns(seed: int) -> None:
+    """It has counted an attempt each time it lost patience; who returns counts from 0."""
+    world = world_of(2, seed, quorum=2)
+    world.run(until=20.0)
+    world.crash(world.machines[name(1)])
+    world.run(until=26.0)
+    for register in world.node(name(0)).state.registers:
+        register.fence = (register.version // world.swarm.term_merges, 100_000)
+    merges = len(world.records)
+    world.start(world.machines[name(1)])
+    world.run(until=40.0)
+    assert len(world.records) > merges
+
+
 # -------------------------------------------------------------------- joining
 
 
