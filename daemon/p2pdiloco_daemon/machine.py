@@ -6,6 +6,7 @@ them, and what is served here: any program on this machine that answers requests
 """
 
 import asyncio
+import logging
 from collections import deque
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple, Protocol
@@ -35,6 +36,8 @@ ANSWERS_MAX = 1000
 """In one report; more than this a machine hardly answers in a second."""
 _NOT_BODIES = ("message", "records", "spec")
 """Kinds of traffic that go on all the time."""
+
+logger = logging.getLogger(__name__)
 
 Duration = Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)]
 Load = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
@@ -125,8 +128,12 @@ class Processors:
         self._before = self._read()
 
     def share_of_others(self) -> float:
-        """Since the last call."""
-        before, self._before = self._before, self._read()
+        """Since the last call; 0 if the machine does not tell."""
+        try:
+            before, self._before = self._before, self._read()
+        except OSError as error:  # no file can be opened
+            logger.debug("the use of the processors is not known: %s", error)
+            return 0.0
         total_s, idle_s, own_s = (b - a for a, b in zip(before, self._before, strict=True))
         if total_s <= 0:
             return 0.0

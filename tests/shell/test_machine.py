@@ -1,10 +1,13 @@
 """What the core is told of the machine: answers served here, and whether a sync touched them."""
 
 import asyncio
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from memory_swarm import Network, open_node
 from virtual_clock import run_virtual
@@ -81,6 +84,17 @@ def test_an_answer_was_disturbed_if_anything_moved_or_was_computed_meanwhile() -
 
 def test_the_share_of_other_programs_is_a_share() -> None:
     processors = Processors()
+    assert 0 <= processors.share_of_others() <= 1
+
+
+def test_a_machine_that_does_not_tell_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    processors = Processors()
+    with monkeypatch.context() as patched:
+        patched.setattr(psutil, "cpu_times", refuse)
+        assert processors.share_of_others() == 0
     assert 0 <= processors.share_of_others() <= 1
 
 
