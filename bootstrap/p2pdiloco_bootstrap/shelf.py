@@ -25,6 +25,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from p2pdiloco.errors import PeerError
+from p2pdiloco.protocol.lineage import RECORDS_KEPT
 from p2pdiloco_bootstrap.serving import Body, Traffic, new_application, send_body, sender
 
 MESSAGE_BYTES_MAX = 64 * 1024
@@ -67,7 +68,7 @@ class RecordsPage:
     def unpack(cls, buffer: bytes | bytearray) -> "RecordsPage":
         """PeerError where it is no such page; the records themselves stay unchecked bytes."""
         try:
-            match msgpack.unpackb(buffer, use_list=False):
+            match msgpack.unpackb(buffer, use_list=False, max_array_len=RECORDS_KEPT):
                 case {"records": tuple(records), "snapshots": tuple(snapshots)}:
                     return cls(
                         tuple(_checked_record(record) for record in records),

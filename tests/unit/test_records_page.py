@@ -4,6 +4,7 @@ import msgpack
 import pytest
 
 from p2pdiloco.errors import PeerError
+from p2pdiloco.protocol.lineage import RECORDS_KEPT
 from p2pdiloco_bootstrap.shelf import VERSION_MAX, RecordsPage
 
 DIGEST = "ab" * 32
@@ -23,6 +24,7 @@ def test_a_page_survives_the_way() -> None:
         msgpack.packb([]),
         msgpack.packb({"records": [], "snapshots": 7}),
         msgpack.packb({"records": ["text"], "snapshots": []}),
+        msgpack.packb({"records": [b""] * (RECORDS_KEPT + 1), "snapshots": []}),
         msgpack.packb({"records": [], "snapshots": [[1]]}),
         msgpack.packb({"records": [], "snapshots": [["1", DIGEST]]}),
         msgpack.packb({"records": [], "snapshots": [[-1, DIGEST]]}),
