@@ -183,8 +183,12 @@ class _File:
         self.num_bytes = num_bytes
 
     async def read(self, start: int, stop: int) -> bytes:
+        """At least one byte; ConnectionError where the file has become shorter than it was."""
         place = self._offset + start
-        return await asyncio.to_thread(os.pread, self._descriptor, stop - start, place)
+        chunk = await asyncio.to_thread(os.pread, self._descriptor, stop - start, place)
+        if not chunk:
+            raise ConnectionError("the file that it was sent from has been cut short")
+        return chunk
 
     async def close(self) -> None:
         os.close(self._descriptor)
