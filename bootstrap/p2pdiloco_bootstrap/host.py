@@ -412,13 +412,14 @@ async def _p2p_client(sockets: str) -> AsyncIterator[Any]:
 async def _dht_node(p2p: Any, identity: Identity) -> AsyncIterator[Any]:
     """A DHT node without neighbours yet; `call_ping` to a peer makes the two know each other."""
     async with asyncio.timeout(CONTROL_TIMEOUT_S):
-        node = await DHTNode.create(
+        creating = DHTNode.create(
             p2p,
             node_id=DHTID.generate(source=identity.peer_id),  # the same after a restart
             wait_timeout=DHT_WAIT_S,
             record_validator=MemberRecords(identity),
             cache_size=1024,
         )
+        node = await _translated(creating)
     try:
         yield node
     finally:

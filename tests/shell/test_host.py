@@ -9,6 +9,7 @@ from typing import cast
 
 import pytest
 
+from p2pdiloco_bootstrap import host as host_module
 from p2pdiloco_bootstrap.control import Control
 from p2pdiloco_bootstrap.host import Host, HostOptions, note_lost_connection
 from p2pdiloco_bootstrap.identity import Identity
@@ -61,6 +62,21 @@ def test_whoever_watches_hears_of_the_end_of_p2pd_and_of_a_bug_in_the_tending(
             await asyncio.wait((host._tending,))
 
     asyncio.run(main())
+
+
+def test_a_p2pd_that_is_killed_while_the_dht_starts_is_a_lost_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def create(*_: object, **__: object) -> None:
+        raise host_module.P2PDaemonError("the connection is closed")
+
+    async def main() -> None:
+        async with host_module._dht_node(None, Identity.generate()):
+            raise AssertionError("there is no DHT")
+
+    monkeypatch.setattr(host_module.DHTNode, "create", create)
+    with pytest.raises(ConnectionError, match="the connection is closed"):
+        asyncio.run(main())
 
 
 def test_that_a_killed_p2pd_resets_its_connection_is_no_forgotten_error() -> None:
