@@ -13,6 +13,7 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import islice
 
 from p2pdiloco_bootstrap import addresses as multiaddrs
 from p2pdiloco_bootstrap import protobuf
@@ -26,6 +27,12 @@ GRANTED_BYTES_MIN = 1 << 30
 
 STARTS_MAX = 20
 """With one thread about every second start is right: one in a million is not after twenty."""
+
+ADDRESSES_MAX = 6
+"""Of one relay that we pass on: more would leave no room in our record for those of another."""
+
+ADDRESS_BYTES_MAX = 160
+"""In binary. With IPv6 and both names it has a hundred."""
 
 HOP_PROTOCOL = "/libp2p/circuit/relay/0.2.0/hop"
 _RESERVE = protobuf.delimited(protobuf.pack([(1, 0)]))
@@ -71,10 +78,13 @@ def slot_in(answer: bytes) -> Slot:
     limit = protobuf.unpack(protobuf.bytes_in(fields, _LIMIT_FIELD))
     reservation = protobuf.unpack(protobuf.bytes_in(fields, _RESERVATION_FIELD))
     encoded = reservation.get(_RESERVATION_ADDRESSES_FIELD, [])
-    found = (multiaddrs.decode_circuit(each) for each in encoded if isinstance(each, bytes))
-    return Slot(
-        protobuf.number_in(limit, _LIMIT_BYTES_FIELD), tuple(text for text in found if text)
+    found = (
+        multiaddrs.decode_circuit(each)
+        for each in encoded
+        if isinstance(each, bytes) and len(each) <= ADDRESS_BYTES_MAX
     )
+    addresses = islice((text for text in found if text), ADDRESSES_MAX)
+    return Slot(protobuf.number_in(limit, _LIMIT_BYTES_FIELD), tuple(addresses))
 
 
 @asynccontextmanager
