@@ -93,7 +93,12 @@ def _take_lock(file: BinaryIO, directory: Path) -> None:
 
 
 def require_free_directory(directory: Path) -> None:
-    """UserError unless there is nothing at `directory`, or an empty one."""
+    """UserError unless there is nothing at `directory`, or an empty one, and it has a name."""
+    if not directory.name:
+        raise UserError(
+            f"{directory} would be replaced under your feet; name a new directory, for example "
+            f"{directory / 'model'}"
+        )
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UserError(f"{directory} exists and is not empty; choose another place for the export")
 

@@ -370,6 +370,8 @@ def test_export_tells_at_once_what_cannot_be(
     words = complaint(capsys, "export", str(place), "--from", str(node))
     assert words.endswith(f"there is no node in {node}; name its directory with --from")
     node.mkdir()
+    words = complaint(capsys, "export", ".", "--from", str(node))
+    assert words.endswith("name a new directory, for example model")
     place.write_text("precious")
     words = complaint(capsys, "export", str(place), "--from", str(node))
     assert "exists and is not empty" in words
