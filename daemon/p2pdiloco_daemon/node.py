@@ -13,9 +13,9 @@ from collections import Counter, deque
 from collections.abc import Coroutine, Sequence
 from typing import Any, Protocol, assert_never
 
-from p2pdiloco.errors import P2PDilocoError, PeerError
+from p2pdiloco.errors import P2PDilocoError, PayloadError, PeerError
 from p2pdiloco.protocol import actions, events, wire
-from p2pdiloco.protocol.lineage import RECORDS_KEPT, Record, unpack_record
+from p2pdiloco.protocol.lineage import Record, unpack_record
 from p2pdiloco.protocol.naming import PeerId, RoundId
 from p2pdiloco.protocol.node import Node
 from p2pdiloco_bootstrap.shelf import Contribution, RecordsPage, merge_path, state_path
@@ -371,13 +371,20 @@ class NodeShell:
         part = PartInfo(info.version, info.state_digest, packed_state_bytes(size))
         body = await self._holdings.arrivals.gathering(fragment, part)
         checked: list[FragmentState] = []
+
+        def check(data: bytearray, digest: str) -> None:
+            state = unpack_state(data, fragment, size, digest)
+            if state.version != info.version:  # its digest was named for another one
+                raise PayloadError(f"a state of v{state.version}; expected v{info.version}")
+            checked.append(state)
+
         try:
             await self._fetch(
                 donors,
                 state_path(fragment, info.version, info.state_digest),
                 part.num_bytes,
                 info.state_digest,
-                lambda data, digest: checked.append(unpack_state(data, fragment, size, digest)),
+                check,
                 body,
             )
         except FetchFailed:
@@ -457,10 +464,9 @@ class DivergedError(P2PDilocoError):
 def unpack_page(
     page: RecordsPage,
 ) -> tuple[tuple[Record, ...], tuple[events.SnapshotInfo, ...]]:
-    """Raises PeerError for anything else than a bounded list of well-formed records."""
-    num_records, num_snapshots = len(page.records), len(page.snapshots)
-    if num_records > RECORDS_KEPT or num_snapshots > SNAPSHOTS_MAX:
-        raise PeerError(f"{num_records} records and {num_snapshots} snapshots are too many")
+    """Raises PeerError unless the records are well-formed and the snapshots few."""
+    if (num_snapshots := len(page.snapshots)) > SNAPSHOTS_MAX:
+        raise PeerError(f"{num_snapshots} snapshots are too many; at most {SNAPSHOTS_MAX} are kept")
     snapshots = tuple(events.SnapshotInfo(*snapshot) for snapshot in page.snapshots)
     return tuple(unpack_record(record) for record in page.records), snapshots
 

@@ -414,7 +414,7 @@ def test_records_and_snapshots_arrive(tmp_path: Path) -> None:
     ("page", "reason"),
     [
         (RecordsPage((b"garbage",), ()), "not a merge record"),
-        (RecordsPage((b"",) * 300, ()), "300 records"),
+        (RecordsPage((b"",) * 300, ()), "expected a page of merge records"),
         (RecordsPage((), ((0, "0" * 64),) * 9), "9 snapshots"),
         (None, "404"),
     ],
@@ -479,6 +479,23 @@ def test_a_liar_among_the_donors_is_named_and_does_no_harm(tmp_path: Path) -> No
         assert (await bench.told(events.WrongBytes)).peer == B
         assert (await bench.told(events.StateReached)).version == 1
         assert held_digest(bench) == history.states[1].digest
+
+    play(tmp_path, scenario)
+
+
+def test_the_state_of_another_version_is_not_held(tmp_path: Path) -> None:
+    """In a run that gossips a donor's word alone says which digest is that of which version."""
+
+    async def scenario(bench: Bench) -> None:
+        history = make_history(3)
+        donor = bench.network.shelves[B] = Donor.of(history)
+        donor.states[2] = donor.states[3]
+        named = events.SnapshotInfo(2, history.states[3].digest)
+        bench.want(actions.CatchUp(P, named, (), (), (B,)))
+        assert (await bench.told(events.WrongBytes)).peer == B
+        failed = await bench.told(events.CatchUpFailed)
+        assert "a state of v3; expected v2" in failed.reason
+        assert held_digest(bench) is None
 
     play(tmp_path, scenario)
 
