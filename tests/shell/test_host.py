@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import gc
+import warnings
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import cast
@@ -14,6 +15,11 @@ from p2pdiloco_bootstrap.control import Control
 from p2pdiloco_bootstrap.host import Host, HostOptions, note_lost_connection
 from p2pdiloco_bootstrap.identity import Identity
 from p2pdiloco_bootstrap.p2pd import DaemonEnded, NetworkDaemon
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # importing hivemind runs deprecated parts of torch
+    from hivemind.dht.node import DHTNode
+    from hivemind.p2p import P2PDaemonError
 
 
 class FakeDaemon:
@@ -68,13 +74,13 @@ def test_a_p2pd_that_is_killed_while_the_dht_starts_is_a_lost_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def create(*_: object, **__: object) -> None:
-        raise host_module.P2PDaemonError("the connection is closed")
+        raise P2PDaemonError("the connection is closed")
 
     async def main() -> None:
         async with host_module._dht_node(None, Identity.generate()):
             raise AssertionError("there is no DHT")
 
-    monkeypatch.setattr(host_module.DHTNode, "create", create)
+    monkeypatch.setattr(DHTNode, "create", create)
     with pytest.raises(ConnectionError, match="the connection is closed"):
         asyncio.run(main())
 
