@@ -216,10 +216,8 @@ class Node:
                 synchronizer.pull_failed(event)
             case events.RoundMerged():
                 self._round_merged(event)
-            case events.MergeFailed(round_id, reason):
-                register = state.registers[round_id.fragment]
-                if register.round and register.round.id == round_id:
-                    synchronizer.give_up(register, reason)
+            case events.MergeFailed():
+                synchronizer.merge_failed(event)
             case events.RecordsFetched():
                 (self.gossiper or follower).records_fetched(event)
             case events.RecordsFailed():

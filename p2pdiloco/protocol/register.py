@@ -65,7 +65,7 @@ class Register:
     opened_at: float = float("-inf")
     """When we opened a round of it last: one whose rounds fail must not keep the others waiting."""
     reopen_at: float = float("-inf")
-    """Not before this do we open another round of it, after one that found no quorum."""
+    """Not before this do we open another round of it, after one that failed."""
     pursuit: Pursuit | None = None
     asked: PeerId | None = None
     asked_after: int = 0

@@ -40,8 +40,9 @@ long enough for a rough median.
 REPEAT_S = 2.0
 """A member that has not answered a round for so long is asked again with each of its heartbeats."""
 REOPEN_S = 1.0
-"""From one round that found no quorum to the next: where all decline at once, as learners do that
-have nothing to contribute, rounds would follow each other as fast as messages travel.
+"""From one round that failed to the next: where all decline at once, as learners do that have
+nothing to contribute, or one is ready and hands out nothing, rounds would follow each other as fast
+as messages travel.
 """
 LATE_S = 3.0
 """A fragment that is due for so long, while nobody asks for our outer gradient, is waited for by
@@ -255,8 +256,7 @@ class Synchronizer:
             if admitted is None:
                 return
             if not admitted:
-                register.reopen_at = round_.opened + REOPEN_S
-                self.give_up(register, round_.reason)
+                self._fails(register, round_, round_.reason)
                 return
             self._pull(round_, admitted)
         if round_.stage is Stage.PULLING:
@@ -295,7 +295,8 @@ class Synchronizer:
         for peer in open_pulls:
             round_.pull_failed(peer, "its outer gradient did not arrive in time")
         if len(round_.pulled) < max(1, round_.quorum):
-            self.give_up(register, f"{len(round_.pulled)} of {round_.quorum} needed were pulled")
+            reason = f"{len(round_.pulled)} of {round_.quorum} needed were pulled"
+            self._fails(register, round_, reason)
             return
         round_.stage = Stage.MERGING
         self.node.do(MergeRound(round_.id, self._parts(round_)))
@@ -344,6 +345,16 @@ class Synchronizer:
         assert register.chain
         register.chain.append(record)
         register.due_since = None
+
+    def merge_failed(self, event: events.MergeFailed) -> None:
+        register = self.node.registers[event.round.fragment]
+        if register.round and register.round.id == event.round:
+            self._fails(register, register.round, event.reason)
+
+    def _fails(self, register: Register, round_: Round, reason: str) -> None:
+        """By itself: the next would fare no better at once."""
+        register.reopen_at = round_.opened + REOPEN_S
+        self.give_up(register, reason)
 
     def give_up(self, register: Register, reason: str) -> None:
         round_ = register.round

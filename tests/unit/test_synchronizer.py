@@ -319,6 +319,27 @@ def test_a_round_that_all_decline_at_once_is_not_opened_again_at_once() -> None:
 # -------------------------------------------------------------------- pulling and merging
 
 
+@pytest.mark.parametrize("how", ["not pulled", "not merged"])
+def test_a_round_that_fails_at_once_is_not_opened_again_at_once(how: str) -> None:
+    script = mine(B, quorum=2)
+    script.now = 1.0
+    script.beat(B, local_steps=(H, 0), step_s=0.01)
+    step(script, H // 2, step_s=0.01)
+    id_ = round_of(script).id
+    report(script, A, B)
+    script.do(pulled(id_, A))
+    if how == "not pulled":
+        script.do(events.PullFailed(id_, B, "it hands out nothing"))
+    else:
+        script.do(pulled(id_, B), events.MergeFailed(id_, "values that are not finite"))
+    script.now += 0.9
+    step(script, step_s=0.01)
+    assert script.node.state.registers[0].round is None
+    script.now += 0.1
+    step(script, step_s=0.01)
+    assert round_of(script).stage is Stage.GATHERING
+
+
 def test_what_was_pulled_is_merged_with_its_counters() -> None:
     script, id_ = due(B)
     report(script, A, B)
