@@ -155,7 +155,12 @@ class Gossiper:
             return
         register.asked = None
         genesis = node.config.genesis_digests[event.fragment]
-        usable = [s for s in event.snapshots if s.version or s.state_digest == genesis]
+        usable = [
+            snapshot
+            for snapshot in event.snapshots
+            if (snapshot.version or snapshot.state_digest == genesis)
+            and self._is_near(register, snapshot.version)
+        ]
         if register.pursuit or (register.chain and not register.distrusted):
             return
         if not usable:
@@ -167,6 +172,15 @@ class Gossiper:
         catch_up = CatchUp(event.fragment, snapshot, (), (), tuple(donors[:DONORS_MAX]))
         register.pursuit = Pursuit(catch_up, (), event.peer)
         node.do(catch_up)
+
+    def _is_near(self, register: Register, version: int) -> bool:
+        """Whether the median member could come to this round: who starts in one far ahead of all
+        mixes with nobody, and its own next round may be more than a message can say.
+        """
+        voices = self.node.membership.voices(self.node.now)
+        heads = [register.version, *(h.heads[register.index].version for _, h in voices)]
+        held = [head for head in heads if head >= 0]
+        return version <= statistics.median_high(held or [0]) + LEAP_MAX
 
     def state_reached(self, event: events.StateReached) -> None:
         """A whole state was loaded, of a member, of the owner, or from our own disk."""

@@ -11,6 +11,7 @@ from protocol_builders import (
     A,
     B,
     C,
+    D,
     Script,
     committed,
     digest,
@@ -460,6 +461,20 @@ def test_a_joiner_takes_the_state_of_a_member_and_its_round() -> None:
     assert catch_up == actions.CatchUp(0, offered, (), (), (B,))
     script.do(events.StateReached(0, 7, offered.state_digest, None))
     assert script.node.state.registers[0].version == 7
+
+
+def test_a_joiner_takes_no_round_that_nobody_could_be_in() -> None:
+    script = Script(make_node(A, gossip=PLAN))
+    script.do(events.PeersFound((B, C, D)))
+    script.beat(B, heads=heads(2**53 - 1))
+    script.beat(C, D, heads=heads(7))
+    last = events.SnapshotInfo(2**53 - 1, digest("state", 0))
+    assert script.do(events.RecordsFetched(B, 0, (), (last,))) == []
+    assert not script.node.state.may_ask(B)
+    script.now += 1.0
+    assert actions.FetchRecords(C, 0, 0) in script.beat(C, heads=heads(7))
+    ahead = events.SnapshotInfo(7 + LEAP_MAX, digest("state", 1))
+    assert script.do(events.RecordsFetched(C, 0, (), (ahead,)))
 
 
 def test_the_first_node_takes_the_genesis_weights_and_no_others() -> None:
