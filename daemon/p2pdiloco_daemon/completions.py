@@ -21,7 +21,7 @@ from array import array
 from typing import Annotated, Literal
 
 from aiohttp import web
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from p2pdiloco_daemon.rollout_channel import Finished, Progressed, Refused
 from p2pdiloco_daemon.rollouts import (
@@ -41,6 +41,8 @@ READ_TIMEOUT_S = 30.0
 WRITE_TIMEOUT_S = 10.0
 """A client that takes no byte for this long has gone."""
 RETRY_AFTER_S = 2
+
+TEMPERATURE_MIN = 0.001
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
@@ -76,6 +78,14 @@ class CompletionRequest(BaseModel):
     stream_options: dict[str, bool] | None = None
     """Usage comes with the last event in any case."""
     user: str | None = None
+
+    @field_validator("temperature")
+    @classmethod
+    def _divides(cls, temperature: float) -> float:
+        """Logits are divided by it; far below, that is infinite, which JSON has no word for."""
+        if 0 < temperature < TEMPERATURE_MIN:
+            raise ValueError(f"expected 0, or at least {TEMPERATURE_MIN}")
+        return temperature
 
     def question(self, seed: int) -> Question:
         is_text = isinstance(self.prompt, str)

@@ -175,6 +175,7 @@ def test_a_node_that_starts_or_is_busy_says_so() -> None:
         ({"prompt": [-1]}, "prompt"),
         ({"n": 2}, "n: Input should be 1"),
         ({"temperature": -1}, "temperature"),
+        ({"temperature": 1e-320}, "expected 0, or at least 0.001"),
         ({"max_tokens": "3"}, "max_tokens"),
         ({"echo": True}, "echo"),
         ({"maxtokens": 3}, "maxtokens: Extra inputs"),
