@@ -2,6 +2,7 @@
 
 import logging
 
+from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 OURS = ("p2pdiloco", "p2pdiloco_daemon", "p2pdiloco_bootstrap")
@@ -17,8 +18,9 @@ def configure_logging() -> None:
 
 
 def is_no_stranger_s_mistake(record: logging.LogRecord) -> bool:
-    """False for a request that is no HTTP: it was answered with 400, and whoever can send it could
-    fill the log with tracebacks.
+    """False for a request that is no HTTP, whose body cannot be decoded, or whose sender went
+    before all of it had come: whoever can send it could fill the log with tracebacks.
     """
     error = record.exc_info[1] if record.exc_info else None
-    return not isinstance(error, HttpProcessingError)
+    strange = (HttpProcessingError, web.RequestPayloadError, ConnectionResetError)
+    return not isinstance(error, strange)

@@ -330,6 +330,26 @@ def test_a_request_that_is_no_http_is_answered_and_does_not_fill_the_log(
     assert [r.message for r in caplog.records if is_no_stranger_s_mistake(r)] == []
 
 
+def test_a_body_that_is_broken_or_broken_off_does_not_fill_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def use(session: aiohttp.ClientSession, _node: Node) -> None:
+        headers = {"X-P2PDiloco": "1", "Content-Encoding": "gzip"}
+        async with session.post("/api/served", data=b"no gzip", headers=headers) as response:
+            assert response.status == 400
+            assert "not encoded" in (await response.json())["error"]
+        reader, writer = await asyncio.open_connection("127.0.0.1", await port_of(session))
+        head = b"POST /api/served HTTP/1.1\r\nHost: localhost\r\nX-P2PDiloco: 1\r\n"
+        writer.write(head + b"Expect: 100-continue\r\nContent-Length: 9\r\n\r\n")
+        assert b"100 Continue" in await reader.readline()  # it waits for the body now
+        writer.close()
+        async with session.get("/api/status") as response:
+            assert response.status == 200
+
+    browse(use)
+    assert [r.message for r in caplog.records if is_no_stranger_s_mistake(r)] == []
+
+
 def test_a_handler_that_fails_is_a_traceback_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     async def use(session: aiohttp.ClientSession, node: Node) -> None:
         node.name = cast(str, object())  # no JSON

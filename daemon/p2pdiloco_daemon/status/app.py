@@ -210,8 +210,12 @@ async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Loopback names only; errors of the router as JSON."""
     if not _is_loopback(request.headers.get("Host", "")):
         return _error(403, "this page answers only to 127.0.0.1, localhost and [::1]")
+    if request.transport is None:
+        raise ConnectionResetError("who asked has gone")
     try:
         return await handler(request)
+    except web.RequestPayloadError:
+        return _error(400, "the body is not encoded as its headers say")
     except web.HTTPNotFound:
         return _error(404, f"there is nothing at {request.path}")
     except web.HTTPMethodNotAllowed as error:
