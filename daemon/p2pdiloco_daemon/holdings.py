@@ -280,11 +280,15 @@ class Holdings:
         return await self.disk.run(self.store.read_merge, fragment, version, digest)
 
     async def state_body(self, fragment: int, version: int, digest: str) -> Body | None:
-        """A packed state to be sent: from disk without a copy, else from memory."""
+        """A packed state to be sent: from disk without a copy, else from memory, which only what is
+        on offer is worth: each such answer holds a copy until its reader has it.
+        """
         self._note_reader(fragment, version)
         part = await self.disk.run(self.store.state_part, fragment, version, digest)
         if part:
             return part
+        if SnapshotInfo(version, digest) not in await self.disk.run(self.snapshots, fragment):
+            return None
         held = await self._held_state(fragment, version, digest)
         return await self.compute(pack_state, held) if held else None
 

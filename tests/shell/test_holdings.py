@@ -17,8 +17,10 @@ from p2pdiloco.compress.codec import encode
 from p2pdiloco.protocol.lineage import Chain, Contributor
 from p2pdiloco.protocol.naming import RoundId
 from p2pdiloco.simulation.machine import KeyedSigner
+from p2pdiloco_bootstrap.serving import FilePart
 from p2pdiloco_daemon.disk_queue import WRITES_WAITING_MAX
 from p2pdiloco_daemon.holdings import Holdings
+from p2pdiloco_daemon.replica import pack_state
 
 HISTORY = make_history(9)
 ROUND = RoundId(P, 1, 0, 0)
@@ -285,6 +287,27 @@ def test_a_directory_that_cannot_be_looked_through_keeps_its_size(
             patched.setattr(os, "scandir", refuse)
             await holdings.measure_disk(tmp_path)
         assert holdings.bytes_on_disk == before > 0
+
+    play(tmp_path, scenario)
+
+
+def test_only_a_state_on_offer_is_copied_for_a_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = FullDisk(monkeypatch)
+
+    async def scenario(holdings: Holdings) -> None:
+        disk.is_full = True
+        await load_genesis(holdings)
+        await all_written(holdings)
+        genesis = await holdings.state_body(P, 0, GENESIS[P].digest)
+        assert genesis == pack_state(GENESIS[P]), "on offer, since nothing is on disk"
+        disk.is_full = False
+        await apply_merges(holdings, [1, 2])
+        await all_written(holdings)
+        first, second = HISTORY.states[1], HISTORY.states[2]
+        assert isinstance(await holdings.state_body(P, 1, first.digest), FilePart)
+        assert await holdings.state_body(P, 2, second.digest) is None, "held, and not on offer"
 
     play(tmp_path, scenario)
 
