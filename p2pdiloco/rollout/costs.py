@@ -26,6 +26,8 @@ _OUTLIER = 2.0
 """A measurement counts as at most so many times what was expected: machines have hiccups."""
 _PAUSE_MAX = 16
 """Steps without a look for drafts: texts may begin to repeat themselves at any time."""
+_PROBED = 4
+"""Sequences that are looked at after a pause."""
 _NUM_BINS = 10
 _PRIOR_TRIALS = 4.0
 """A bin of chances believes the drafter's word as if it had held in so many trials."""
@@ -103,25 +105,26 @@ class CostTable:
 
 
 class Searching:
-    """Whether to look for drafts in a step: that takes time, too. While drafts have not saved what
-    looking for them took, more and more steps go by without."""
+    """For how many sequences to look for drafts in a step: that takes time, too. While drafts have
+    not saved what looking for them took, more and more steps go by without, and then only some
+    sequences are looked at."""
 
     def __init__(self) -> None:
         self._saved_s = self._took_s = 0.0
-        """Of a step in which drafts were looked for; older ones fade."""
+        """Per sequence that was looked at; older ones fade."""
         self._pause = self._num_left = 0
 
-    def is_due(self) -> bool:
-        """Once for each step."""
+    def num_due(self, batch: int) -> int:
+        """Of so many sequences. Asked once for each step."""
         if self._num_left == 0:
-            return True
+            return min(batch, _PROBED) if self._pause else batch
         self._num_left -= 1
-        return False
+        return 0
 
-    def took(self, seconds: float, saved_s: float) -> None:
-        """A search took so long, and what it found is expected to save so much."""
-        self._took_s += _NEWEST * (seconds - self._took_s)
-        self._saved_s += _NEWEST * (saved_s - self._saved_s)
+    def took(self, num_sequences: int, seconds: float, saved_s: float) -> None:
+        """To look at these took so long, and what was found is expected to save so much."""
+        self._took_s += _NEWEST * (seconds / num_sequences - self._took_s)
+        self._saved_s += _NEWEST * (saved_s / num_sequences - self._saved_s)
         pays = self._saved_s >= self._took_s
         self._pause = 0 if pays else min(max(1, 2 * self._pause), _PAUSE_MAX)
         self._num_left = self._pause

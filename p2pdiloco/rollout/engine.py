@@ -285,21 +285,21 @@ class Engine:
 
     def _drafts(self, decoding: Sequence[Running]) -> tuple[list[Draft], list[int]]:
         """What follows each of these sequences, perhaps, and how much of it to try."""
-        is_measured = bool(self.costs.batches)
-        if is_measured and not self._searching.is_due():
-            return [Draft()] * len(decoding), [0] * len(decoding)
-        started, batch, seconds = self._clock(), len(decoding), self.costs.seconds
-        guesses = [self._guess(running) for running in decoding]
-        lengths = [len(guess.tokens) for guess in guesses]
-        if not is_measured or batch == 0:
-            return guesses, lengths
+        batch, seconds = len(decoding), self.costs.seconds
+        is_measured = batch > 0 and bool(self.costs.batches)
+        num_due = self._searching.num_due(batch) if is_measured else batch
+        started = self._clock()
+        guesses = [self._guess(running) for running in decoding[:num_due]]
+        guesses += [Draft()] * (batch - num_due)
+        if not is_measured or not num_due:
+            return guesses, [len(guess.tokens) for guess in guesses]
         chances = [self.reliability.path_chances(guess.chances) for guess in guesses]
         lengths = paying_lengths(chances, batch, seconds)
         pairs = zip(chances, lengths, strict=True)
         expected = batch + sum(sum(path[:length]) for path, length in pairs)
         plain_s = seconds(batch, batch) * expected / batch
         saved_s = plain_s - seconds(batch, batch + sum(lengths))
-        self._searching.took(self._clock() - started, saved_s)
+        self._searching.took(num_due, self._clock() - started, saved_s)
         return guesses, lengths
 
     def _guess(self, running: Running) -> Draft:

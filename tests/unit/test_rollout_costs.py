@@ -105,17 +105,17 @@ def test_a_path_is_as_likely_as_all_its_tokens() -> None:
 def test_drafts_that_save_more_than_looking_takes_are_always_looked_for() -> None:
     searching = Searching()
     for saved_s in (3e-3, 0.0) * 10:
-        assert searching.is_due()
-        searching.took(1e-3, saved_s)
-    assert all(searching.is_due() for _ in range(50))
+        assert searching.num_due(8) == 8
+        searching.took(8, 8e-3, 8 * saved_s)
+    assert all(searching.num_due(8) == 8 for _ in range(50))
 
 
 def test_the_less_drafts_save_the_fewer_steps_look_for_them() -> None:
     searching, looked = Searching(), []
     for step in range(100):
-        if searching.is_due():
+        if searching.num_due(1):
             looked.append(step)
-            searching.took(1e-3, 0.0)
+            searching.took(1, 1e-3, 0.0)
     pauses = [after - before for before, after in pairwise(looked)]
     assert pauses[:6] == [2, 3, 5, 9, 17, 17]
 
@@ -123,6 +123,13 @@ def test_the_less_drafts_save_the_fewer_steps_look_for_them() -> None:
 def test_drafts_that_begin_to_save_are_looked_for_in_each_step_again() -> None:
     searching = Searching()
     for _ in range(10):
-        searching.took(1e-3, 0.0)
-    searching.took(1e-3, 0.1)
-    assert all(searching.is_due() for _ in range(50))
+        searching.took(8, 8e-3, 0.0)
+    searching.took(4, 4e-3, 0.4)
+    assert all(searching.num_due(8) == 8 for _ in range(50))
+
+
+def test_after_a_pause_a_few_sequences_show_whether_drafts_save() -> None:
+    searching = Searching()
+    searching.took(32, 0.1, 0.0)
+    assert [searching.num_due(32) for _ in range(2)] == [0, 4]
+    assert searching.num_due(3) == 3
