@@ -288,6 +288,9 @@ class Engine:
         batch, seconds = len(decoding), self.costs.seconds
         is_measured = batch > 0 and bool(self.costs.batches)
         num_due = self._searching.num_due(batch) if is_measured else batch
+        if self._drafter is not None:
+            for running in decoding[:num_due]:
+                self._drafter.read(running.request.id)  # serves all later steps, not this one alone
         started = self._clock()
         guesses = [self._guess(running) for running in decoding[:num_due]]
         guesses += [Draft()] * (batch - num_due)

@@ -49,6 +49,10 @@ class Drafter(Protocol):
     def extend(self, request: str, tokens: Sequence[int]) -> None:
         """Its text has grown."""
 
+    def read(self, request: str) -> None:
+        """Catches up with what it was told of this request and of others, which `draft` would do
+        else: once for each token."""
+
     def draft(self, request: str, num_tokens_max: int) -> Draft:
         """A guess at what follows; empty if there is none."""
 
@@ -62,7 +66,7 @@ class Drafter(Protocol):
 class SuffixDrafter:
     """SuffixDecoding in plain Python, some 10 us per token learned or drafted.
 
-    What it is told is read when a draft is asked for: where drafts do not pay, nothing is spent.
+    What it is told is read when a draft is asked for: where drafts do not pay, little is spent.
     """
 
     def __init__(self, window_tokens: int = 1 << 18) -> None:
@@ -105,9 +109,13 @@ class SuffixDrafter:
             self._num_unread += len(piece)
         self._forget()
 
-    def draft(self, request: str, num_tokens_max: int) -> Draft:
+    def read(self, request: str) -> None:
         while self._unread:
-            self._read(self._unread.popleft())
+            self._take_in(self._unread.popleft())
+        self._texts[request].read()
+
+    def draft(self, request: str, num_tokens_max: int) -> Draft:
+        self.read(request)
         best = Draft()
         for matches in self._texts[request].matches(self._generations):
             draft = _best_draft(matches, num_tokens_max)
@@ -123,7 +131,7 @@ class SuffixDrafter:
         while self._num_unread > window_tokens:
             self._num_unread -= len(self._unread.popleft())
 
-    def _read(self, tokens: Sequence[int]) -> None:
+    def _take_in(self, tokens: Sequence[int]) -> None:
         self._num_unread -= len(tokens)
         newest = self._generations[-1] if self._generations else None
         if newest is None or newest.num_tokens + len(tokens) > self._generation_tokens:
@@ -278,13 +286,13 @@ class _Text:
 
     def matches(self, generations: Iterable[_Automaton]) -> Iterator[Iterator[_Match]]:
         """Of its own earlier text, then of each generation, the newest first."""
-        self._read()
         yield self._own_matches()
         self._follow(generations)
         for cursor in reversed(self._cursors):
             yield cursor.matches()
 
-    def _read(self) -> None:
+    def read(self) -> None:
+        """Takes in what `extend` was given, before anything is asked."""
         for token in self._unread:
             self._own.append(token)
             self._recent.append(token)
