@@ -105,6 +105,11 @@ class RollingOut:
         self._children: set[asyncio.Task[None]] = set()
         self._checks = asyncio.Semaphore(CHECKS_AT_ONCE)
         self._given_up: list[GiveUp] = []
+        self._unshown: dict[PeerId, tuple[int, str]] = {}
+        """Of the trajectories that a worker says to hold, how many could not be had, and why not
+        the last of them."""
+        self._untrue_held: dict[PeerId, tuple[int, str]] = {}
+        """Of those that it showed, how many are not true, and what is wrong with the last."""
 
     async def run(self) -> None:
         """Until every trajectory is at an end."""
@@ -360,6 +365,7 @@ class RollingOut:
                         tasks.create_task(self._fetch(trajectory, claims, kept, fetches))
         except TimeoutError:
             logger.info("not all that workers hold of step %d could be had", self.step.number)
+        self._tell_collected()
         self._present.update(heard)
         return [_reported(worker, of, kept.get(worker, ())) for worker, of in heard.items()]
 
@@ -404,14 +410,32 @@ class RollingOut:
                     got = await asyncio.to_thread(_grown, b"", played, last)
                     refusal = await self._refusal(got, replay=self._checker.draw())
             except Expected as error:
-                logger.info("nothing of what %s holds: %s", worker[-8:], error)
+                _count(self._unshown, worker, _why(error))
                 continue
             if refusal is None:
                 self.harvest.found(got, worker)
                 kept.setdefault(worker, []).append(_held(last, got))
                 return
-            # who gave which of its turns, only the earlier dispatcher knew
-            self._note(f"trajectory {trajectory} as {worker[-8:]} holds it is not true: {refusal}")
+            _count(self._untrue_held, worker, refusal)
+
+    def _tell_collected(self) -> None:
+        """Once of each worker, however many trajectories it says to hold."""
+        for worker, (number, last) in self._unshown.items():
+            logger.info(
+                "%s does not show %d of the trajectories that it says to hold; the last: %s",
+                *(worker[-8:], number, last),
+            )
+        for worker, (number, last) in self._untrue_held.items():
+            # who gave which of their turns, only the earlier dispatcher knew
+            self._note(
+                f"what {worker[-8:]} holds of {number} trajectories is not true; the last: {last}"
+            )
+
+
+def _count(reasons: dict[PeerId, tuple[int, str]], worker: PeerId, reason: str) -> None:
+    """One more, and the newest reason."""
+    number, _last = reasons.get(worker, (0, ""))
+    reasons[worker] = number + 1, reason
 
 
 def _grown(history: bytes, played: Played, turn: TurnId) -> Grown:

@@ -2,6 +2,7 @@
 replaced: every trajectory is learnt from once, and the next step comes."""
 
 import asyncio
+import logging
 import math
 import random
 
@@ -98,6 +99,34 @@ def test_what_a_worker_shows_counts_and_not_what_it_says_to_hold() -> None:
             assert set(world.learnt(0)) == set(ALL)
 
     run_virtual(script())
+
+
+@pytest.mark.parametrize(
+    ("manner", "words"),
+    [
+        ("rubbish", "that it says to hold"),
+        ("invented reward", "trajectories is not true; the last"),
+    ],
+)
+def test_what_a_worker_shows_of_many_trajectories_is_told_of_once(
+    manner: str, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def script() -> list[str]:
+        async with swarm(World()) as world:
+            for node in world.nodes.values():
+                node.worker.turn_s = 1.0 if node.me != ANNA else 60.0
+            await asyncio.sleep(1.9)
+            cleo = world.nodes[CLEO].worker
+            assert len(cleo.kept) > 1
+            cleo.manner = manner
+            world.kill(ANNA)
+            await asyncio.sleep(20.0)
+            return world.nodes[BERT].notes
+
+    with caplog.at_level(logging.INFO):
+        notes = run_virtual(script())
+    told = [*notes, *(record.message for record in caplog.records)]
+    assert sum(words in text for text in told) == 1
 
 
 def test_nobody_is_named_for_what_a_liar_handed_to_it() -> None:
