@@ -15,7 +15,7 @@ from p2pdiloco_daemon.demo.display import newest_round, plain_line, view
 from p2pdiloco_daemon.demo.evaluation import Findings
 from p2pdiloco_daemon.demo.polling import StatusReader
 from p2pdiloco_daemon.demo.processes import NodeProcess
-from p2pdiloco_daemon.demo.supervisor import StopRequests
+from p2pdiloco_daemon.demo.supervisor import StopRequests, has_model
 from p2pdiloco_daemon.demo.verdict import APART_MAX, NodeOutcome, all_is_well, result
 from p2pdiloco_daemon.status.view import (
     Disagreement,
@@ -202,6 +202,12 @@ def test_all_living_nodes_must_settle_on_the_same_heads(
     reader = StatusReader(cast("aiohttp.ClientSession", None), [node(1), node(2), node(3, -9)])
     reader.latest = {f"node-{i}": status.to_json() for i, status in enumerate(statuses, 1)}
     assert reader.settled() is settled
+
+
+def test_a_node_that_has_not_received_the_model_has_no_outcome() -> None:
+    for fragments in ((), (fragment(0, 0), fragment(-1, 0))):
+        assert not has_model(dataclasses.replace(STATUS, fragments=fragments).to_json())
+    assert has_model(dataclasses.replace(STATUS, fragments=(fragment(0, 0),)).to_json())
 
 
 def test_interrupts_stop_then_hurry_then_drop_everything() -> None:

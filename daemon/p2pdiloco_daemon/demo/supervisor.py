@@ -95,7 +95,7 @@ def _request(options: DemoOptions, outcomes: Sequence[NodeOutcome]) -> Request:
 async def _train(
     options: DemoOptions, display: Display, requests: StopRequests
 ) -> list[NodeOutcome]:
-    """Runs the processes until the end; the outcome of each node that ever told its status."""
+    """Runs the processes until the end; the outcome of each node that ever had the model."""
     directory = options.directory
     bootstrap = bootstrap_peer(
         options.spec_file, directory / "bootstrap", directory / "bootstrap.log"
@@ -113,8 +113,13 @@ async def _train(
         return [
             NodeOutcome(node.name, reader.latest[node.name], node.end, settled)
             for node in nodes
-            if node.name in reader.latest
+            if node.name in reader.latest and has_model(reader.latest[node.name])
         ]
+
+
+def has_model(told: JsonObject) -> bool:
+    """Whether the node has received all of the model; before, there is nothing to look into."""
+    return bool(told["fragments"]) and all(part["version"] >= 0 for part in told["fragments"])
 
 
 @contextlib.asynccontextmanager
