@@ -116,7 +116,7 @@ class Node:
 
     @property
     def learner(self) -> psutil.Process:
-        return self._child("p2pdiloco_daemon.learner_process")
+        return self._child("p2pdiloco_daemon.learner.process")
 
     @property
     def p2pd(self) -> psutil.Process:

@@ -29,17 +29,17 @@ from p2pdiloco_bootstrap.host import Host, HostOptions, open_host
 from p2pdiloco_bootstrap.serving import Body, Traffic
 from p2pdiloco_bootstrap.shelf import exchange_application, state_path
 from p2pdiloco_daemon.exchange import Check, Exchange
-from p2pdiloco_daemon.holdings import Holdings
 from p2pdiloco_daemon.lag import LagMonitor
-from p2pdiloco_daemon.replica import (
+from p2pdiloco_daemon.status.view import JsonObject
+from p2pdiloco_daemon.storage.holdings import Holdings
+from p2pdiloco_daemon.storage.replica import (
     FragmentState,
     Replica,
     genesis,
     packed_state_bytes,
     unpack_state,
 )
-from p2pdiloco_daemon.status.view import JsonObject
-from p2pdiloco_daemon.store import Store
+from p2pdiloco_daemon.storage.store import Store
 
 RESULTS = Path(__file__).parent / "results" / "loop_lag"
 PARAMETERS = 25_000_000

@@ -20,9 +20,10 @@ from p2pdiloco.learn.local_model import StepResult
 from p2pdiloco.learn.predictions import BUCKETS, POSITIONS
 from p2pdiloco.optim.fragments import Fragment, fragments_of
 from p2pdiloco.spec import RunSpec
-from p2pdiloco_daemon.learner_channel import Ready, SharedTensors
-from p2pdiloco_daemon.learner_control import Control
-from p2pdiloco_daemon.learner_process import LearnerProcess, receive_start
+from p2pdiloco_daemon.children.shared_memory import SharedTensors
+from p2pdiloco_daemon.learner.control import Control
+from p2pdiloco_daemon.learner.messages import Ready
+from p2pdiloco_daemon.learner.process import LearnerProcess, receive_start
 
 Vector = npt.NDArray[np.float32]
 

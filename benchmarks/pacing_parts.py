@@ -186,7 +186,7 @@ class Node:
 
     def __init__(self, args: argparse.Namespace) -> None:
         from p2pdiloco.optim.fragments import plan_fragments
-        from p2pdiloco_daemon.replica import Replica, genesis
+        from p2pdiloco_daemon.storage.replica import Replica, genesis
 
         self.args = args
         self.times = SyncTimes(

@@ -27,7 +27,7 @@ from p2pdiloco.learn.text import TextStream, open_text
 from p2pdiloco.optim.fragments import plan_fragments
 from p2pdiloco.optim.merge import token_weight
 from p2pdiloco.spec import InnerSpec
-from p2pdiloco_daemon.replica import Replica, genesis
+from p2pdiloco_daemon.storage.replica import Replica, genesis
 
 RESULTS = Path(__file__).parent / "results" / "pacing" / "progress.json"
 LEARNERS = 2

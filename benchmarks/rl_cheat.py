@@ -16,8 +16,8 @@ from p2pdiloco.rl.episodes import Episode, pack, unpack
 from p2pdiloco.rl.rules import rulebook_of
 from p2pdiloco.rollout.request import Token
 from p2pdiloco_daemon.cli.main import main
-from p2pdiloco_daemon.held_turns import Played
-from p2pdiloco_daemon.rollouts import Rollouts
+from p2pdiloco_daemon.rollouts.held_turns import Played
+from p2pdiloco_daemon.rollouts.worker import Rollouts
 
 LOGPROB = -0.1
 """As if the policy were nearly sure."""

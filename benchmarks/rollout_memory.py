@@ -32,8 +32,9 @@ from p2pdiloco.rl.episodes import pack
 from p2pdiloco.rl.rules import rulebook_of
 from p2pdiloco.rollout.request import Token
 from p2pdiloco.spec import DataSpec, GenesisSpec, RlSpec, RunSpec, SyncSpec, TensorLayout
-from p2pdiloco_daemon.rollout_channel import Finished, Installed, Load, Progressed
-from p2pdiloco_daemon.rollouts import (
+from p2pdiloco_daemon.rollouts.messages import Finished, Installed, Load, Progressed
+from p2pdiloco_daemon.rollouts.trajectories import RolloutsBusy, TurnRefused
+from p2pdiloco_daemon.rollouts.worker import (
     Policy,
     Question,
     RolloutEvent,
@@ -42,7 +43,6 @@ from p2pdiloco_daemon.rollouts import (
     running_rollouts,
 )
 from p2pdiloco_daemon.status.view import JsonObject
-from p2pdiloco_daemon.trajectories import RolloutsBusy, TurnRefused
 
 RESULTS = Path(__file__).parent / "results" / "rollout_memory"
 POLICY_S = 20.0

@@ -82,7 +82,7 @@ class Node:
 
     @property
     def learner(self) -> psutil.Process:
-        return self._child(lambda command: "p2pdiloco_daemon.learner_process" in command)
+        return self._child(lambda command: "p2pdiloco_daemon.learner.process" in command)
 
     def _child(self, is_wanted: Callable[[list[str]], bool]) -> psutil.Process:
         (child,) = (child for child in self.daemon.children() if is_wanted(child.cmdline()))

@@ -39,9 +39,9 @@ from p2pdiloco_bootstrap.shelf import (
 )
 from p2pdiloco_daemon.exchange import Chunk, Exchange
 from p2pdiloco_daemon.fetch import CHUNK_BYTES, Gathering
-from p2pdiloco_daemon.replica import make_state, require_sound
 from p2pdiloco_daemon.status.view import JsonObject
-from p2pdiloco_daemon.store import Store
+from p2pdiloco_daemon.storage.replica import make_state, require_sound
+from p2pdiloco_daemon.storage.store import Store
 
 RESULTS = Path(__file__).parent / "results" / "transfer"
 PARAMETERS = 1_000_000

@@ -27,7 +27,6 @@ from p2pdiloco_bootstrap.host import Host, HostOptions
 from p2pdiloco_bootstrap.identity import Identity
 from p2pdiloco_bootstrap.serving import Traffic
 from p2pdiloco_bootstrap.shelf import exchange_application
-from p2pdiloco_daemon import learner as learners
 from p2pdiloco_daemon.chores import (
     SettleRequest,
     compare_with_partners,
@@ -36,32 +35,33 @@ from p2pdiloco_daemon.chores import (
     settle_when_asked,
     tell_of_sleep,
 )
-from p2pdiloco_daemon.completions import Completions
 from p2pdiloco_daemon.exchange import Exchange, ExchangeError
-from p2pdiloco_daemon.files import lock_directory
-from p2pdiloco_daemon.holdings import Holdings
 from p2pdiloco_daemon.lag import LagMonitor
-from p2pdiloco_daemon.learner import Learner, LearnerOptions, running_learner
+from p2pdiloco_daemon.learner import learner as learners
+from p2pdiloco_daemon.learner.learner import Learner, LearnerOptions, running_learner
 from p2pdiloco_daemon.log import configure_logging
 from p2pdiloco_daemon.machine import ServedLog, measure_machine
 from p2pdiloco_daemon.network import Network, running_network
 from p2pdiloco_daemon.node import Expected, NodeShell
-from p2pdiloco_daemon.place import Place, open_place
 from p2pdiloco_daemon.report import LearnerReport, Reporter
-from p2pdiloco_daemon.rl_part import RlPart
-from p2pdiloco_daemon.rollout_report import RolloutReport
-from p2pdiloco_daemon.rollouts import (
+from p2pdiloco_daemon.rl.part import RlPart
+from p2pdiloco_daemon.rollouts.completions import Completions
+from p2pdiloco_daemon.rollouts.report import RolloutReport
+from p2pdiloco_daemon.rollouts.worker import (
     Policy,
     RolloutEvent,
     RolloutOptions,
     Rollouts,
     running_rollouts,
 )
-from p2pdiloco_daemon.shelf import NodeShelf
 from p2pdiloco_daemon.signals import stop_signals
 from p2pdiloco_daemon.status import view
 from p2pdiloco_daemon.status.app import COMPLETIONS_PATH, build_app, serving_page
-from p2pdiloco_daemon.store import Store
+from p2pdiloco_daemon.storage.files import lock_directory
+from p2pdiloco_daemon.storage.holdings import Holdings
+from p2pdiloco_daemon.storage.place import Place, open_place
+from p2pdiloco_daemon.storage.shelf import NodeShelf
+from p2pdiloco_daemon.storage.store import Store
 from p2pdiloco_daemon.waking import mixing_of, replica_of, require_memory, wake_up
 
 SPEC_RETRY_S = 2.0

@@ -10,10 +10,10 @@ from p2pdiloco.protocol.naming import PeerId
 from p2pdiloco_bootstrap.discovery import Discovery
 from p2pdiloco_bootstrap.host import Host
 from p2pdiloco_bootstrap.serving import Traffic
-from p2pdiloco_daemon.holdings import Holdings
-from p2pdiloco_daemon.learner import Learner
+from p2pdiloco_daemon.learner.learner import Learner
 from p2pdiloco_daemon.node import Expected, NodeShell
 from p2pdiloco_daemon.report import LearnerReport
+from p2pdiloco_daemon.storage.holdings import Holdings
 
 HOUSEKEEPING_S = 2.0
 DISCOVERY_S = (1.0, 60.0)

@@ -23,10 +23,10 @@ from p2pdiloco.learn.text import HubTokenizer
 from p2pdiloco.optim.fragments import Fragment, fragments_of
 from p2pdiloco.protocol.lineage import unpack_record
 from p2pdiloco.spec import DataSpec, RunSpec
-from p2pdiloco_daemon.files import require_free_directory
-from p2pdiloco_daemon.place import open_place
-from p2pdiloco_daemon.replica import FragmentState, Replica, Vector
-from p2pdiloco_daemon.store import Store
+from p2pdiloco_daemon.storage.files import require_free_directory
+from p2pdiloco_daemon.storage.place import open_place
+from p2pdiloco_daemon.storage.replica import FragmentState, Replica, Vector
+from p2pdiloco_daemon.storage.store import Store
 
 
 def export_checkpoint(node_directory: Path, directory: Path) -> None:

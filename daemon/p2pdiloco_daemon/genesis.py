@@ -16,7 +16,7 @@ from p2pdiloco.signed_spec import SignedSpec, bytes_to_sign, canonical_bytes
 from p2pdiloco.spec import GenesisSpec, RunSpec, TensorLayout
 from p2pdiloco.spec_file import differences
 from p2pdiloco_bootstrap.identity import Identity, verify_with_key
-from p2pdiloco_daemon.bound import bound_command
+from p2pdiloco_daemon.children.bound import bound_command
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +58,7 @@ def make_genesis(draft: RunSpec, directory: Path) -> GenesisSpec:
         parameter_shapes,
     )
     from p2pdiloco.optim.fragments import plan_fragments
-    from p2pdiloco_daemon.replica import genesis, pack_state
+    from p2pdiloco_daemon.storage.replica import genesis, pack_state
 
     try:
         model = build_model(draft.model, draft.seed, draft.data.sequence_length)

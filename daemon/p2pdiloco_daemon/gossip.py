@@ -13,12 +13,12 @@ from p2pdiloco.optim.mixing import Continuation
 from p2pdiloco.protocol import actions, events
 from p2pdiloco.protocol.naming import MixId, MixPart, PeerId
 from p2pdiloco_bootstrap.shelf import MixVector
-from p2pdiloco_daemon import learner as learners
 from p2pdiloco_daemon.exchange import Exchange
-from p2pdiloco_daemon.holdings import Holdings
+from p2pdiloco_daemon.learner import learner as learners
 from p2pdiloco_daemon.mixing import Mixing
-from p2pdiloco_daemon.replica import FragmentState, Vector
 from p2pdiloco_daemon.status.curve import Curve
+from p2pdiloco_daemon.storage.holdings import Holdings
+from p2pdiloco_daemon.storage.replica import FragmentState, Vector
 
 GossipAction = (
     actions.OpenMix
@@ -39,7 +39,7 @@ LEARNER_DIED = "the learner died before the round ended"
 
 
 class Learner(Protocol):
-    """What is asked of a learner; see `p2pdiloco_daemon.learner.Learner`."""
+    """What is asked of a learner; see `p2pdiloco_daemon.learner.learner.Learner`."""
 
     def install(self, fragment: int, version: int, values: Vector) -> bool: ...
     def snapshot(self, fragment: int, base_version: int, *, hold: bool = False) -> int: ...

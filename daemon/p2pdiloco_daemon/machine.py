@@ -21,8 +21,8 @@ from p2pdiloco.protocol.pacer import Served
 from p2pdiloco.protocol.policies import Pressure
 from p2pdiloco.protocol.uplink import DELAY_S
 from p2pdiloco_bootstrap.serving import Traffic
-from p2pdiloco_daemon.holdings import Holdings
 from p2pdiloco_daemon.node import NodeShell
+from p2pdiloco_daemon.storage.holdings import Holdings
 
 LOOK_S = 0.25
 """Between looks at whether bodies move or the worker computes."""

@@ -35,8 +35,8 @@ from p2pdiloco.protocol.actions import FinishRound
 from p2pdiloco.protocol.naming import MixId, PeerId
 from p2pdiloco.protocol.topology import Row
 from p2pdiloco_bootstrap.shelf import MixVector
-from p2pdiloco_daemon.holdings import Holdings
-from p2pdiloco_daemon.replica import (
+from p2pdiloco_daemon.storage.holdings import Holdings
+from p2pdiloco_daemon.storage.replica import (
     Buffer,
     FragmentState,
     StaleBaseError,

@@ -19,14 +19,14 @@ from p2pdiloco.protocol.lineage import Record, unpack_record
 from p2pdiloco.protocol.naming import PeerId, RoundId
 from p2pdiloco.protocol.node import Node
 from p2pdiloco_bootstrap.shelf import Contribution, RecordsPage, merge_path, state_path
-from p2pdiloco_daemon import learner as learners
 from p2pdiloco_daemon.exchange import Check, Exchange, FetchFailed, check_payload
 from p2pdiloco_daemon.fetch import Gathering
 from p2pdiloco_daemon.gossip import GossipErrands
-from p2pdiloco_daemon.holdings import Holdings
+from p2pdiloco_daemon.learner import learner as learners
 from p2pdiloco_daemon.mixing import Mixing
-from p2pdiloco_daemon.part_files import PartInfo
-from p2pdiloco_daemon.replica import (
+from p2pdiloco_daemon.storage.holdings import Holdings
+from p2pdiloco_daemon.storage.part_files import PartInfo
+from p2pdiloco_daemon.storage.replica import (
     Buffer,
     FragmentState,
     StateDamagedError,
@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 
 class LearnerCommands(Protocol):
-    """What the shell asks of a learner; see `p2pdiloco_daemon.learner.Learner`."""
+    """What the shell asks of a learner; see `p2pdiloco_daemon.learner.learner.Learner`."""
 
     def install(self, fragment: int, version: int, values: Vector) -> bool: ...
     def snapshot(self, fragment: int, base_version: int, *, hold: bool = False) -> int: ...

@@ -15,14 +15,14 @@ from p2pdiloco.protocol.state import Condition, Post
 from p2pdiloco.protocol.wire import PROTOCOL_VERSION
 from p2pdiloco.spec import RunSpec
 from p2pdiloco_bootstrap.serving import Traffic
-from p2pdiloco_daemon import learner as learners
-from p2pdiloco_daemon.holdings import Holdings
 from p2pdiloco_daemon.lag import LagMonitor
-from p2pdiloco_daemon.lesson_report import LessonReport
+from p2pdiloco_daemon.learner import learner as learners
 from p2pdiloco_daemon.node import NodeShell
-from p2pdiloco_daemon.rollout_report import RolloutReport
+from p2pdiloco_daemon.rl.lesson_report import LessonReport
+from p2pdiloco_daemon.rollouts.report import RolloutReport
 from p2pdiloco_daemon.status import view
 from p2pdiloco_daemon.status.curve import Curve
+from p2pdiloco_daemon.storage.holdings import Holdings
 
 DIGEST_SHOWN = 12
 

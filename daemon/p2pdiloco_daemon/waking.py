@@ -30,11 +30,11 @@ from p2pdiloco.spec import RunSpec
 from p2pdiloco_bootstrap import identity as identities
 from p2pdiloco_bootstrap.addresses import split_peer
 from p2pdiloco_bootstrap.identity import Identity
-from p2pdiloco_daemon.holdings import Holdings
 from p2pdiloco_daemon.mixing import RETURNING_MAX, Mixing, MixSettings
 from p2pdiloco_daemon.node import SAVED_NODE, saved
-from p2pdiloco_daemon.place import Place
-from p2pdiloco_daemon.replica import Replica
+from p2pdiloco_daemon.storage.holdings import Holdings
+from p2pdiloco_daemon.storage.place import Place
+from p2pdiloco_daemon.storage.replica import Replica
 
 REPLICA_BYTES_PER_PARAMETER = 8
 """Anchor and momentum in float32, in the daemon."""

@@ -14,7 +14,7 @@ import torch
 
 from p2pdiloco.optim.fragments import Fragment, plan_fragments
 from p2pdiloco.optim.merge import MergeRule, token_weight
-from p2pdiloco_daemon.replica import Replica, genesis
+from p2pdiloco_daemon.storage.replica import Replica, genesis
 
 M, H, ROUNDS = 3, 5, 4
 LEARNING_RATE, MOMENTUM = 0.7, 0.6

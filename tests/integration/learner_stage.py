@@ -12,7 +12,7 @@ import numpy as np
 from p2pdiloco.learn.models import build_model, embedding_names, num_parameters, parameter_shapes
 from p2pdiloco.optim.fragments import Fragment, fragments_of
 from p2pdiloco.spec import GenesisSpec, RunSpec, TensorLayout
-from p2pdiloco_daemon.learner import (
+from p2pdiloco_daemon.learner.learner import (
     Died,
     Installed,
     Learner,

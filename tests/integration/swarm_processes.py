@@ -21,9 +21,9 @@ from p2pdiloco_bootstrap.app import PEER_KEY
 from p2pdiloco_bootstrap.control_sockets import remove_leftovers
 from p2pdiloco_bootstrap.identity import Identity
 from p2pdiloco_bootstrap.invite import PREFIX
-from p2pdiloco_daemon.place import IDENTITY_FILE
 from p2pdiloco_daemon.status.app import ACTION_HEADER
 from p2pdiloco_daemon.status.view import JsonObject
+from p2pdiloco_daemon.storage.place import IDENTITY_FILE
 
 T = TypeVar("T")
 
@@ -240,10 +240,10 @@ class NodeProcess(Daemon):
         return self.trains() and sum(m["ready"] and m["alive"] for m in members) == count
 
     def learner(self) -> psutil.Process | None:
-        return self._child("p2pdiloco_daemon.learner_process")
+        return self._child("p2pdiloco_daemon.learner.process")
 
     def rollout_worker(self) -> psutil.Process | None:
-        return self._child("p2pdiloco_daemon.rollout_process")
+        return self._child("p2pdiloco_daemon.rollouts.process")
 
     def _child(self, module: str) -> psutil.Process | None:
         return next((c for c in self.children() if is_running(c) and _runs(c, module)), None)

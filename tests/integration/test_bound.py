@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from p2pdiloco_daemon.bound import bound_command
+from p2pdiloco_daemon.children.bound import bound_command
 
 pytestmark = pytest.mark.loopback
 GONE_S = 30.0
@@ -21,7 +21,7 @@ time.sleep(600)  # as an import on a busy machine
 
 PARENT = """
 import subprocess, sys
-from p2pdiloco_daemon.bound import bound_command
+from p2pdiloco_daemon.children.bound import bound_command
 subprocess.run(bound_command("slow_to_import", "one", "two"))
 """
 

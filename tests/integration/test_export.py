@@ -26,9 +26,9 @@ from p2pdiloco_daemon.export import (
     write_checkpoint,
 )
 from p2pdiloco_daemon.genesis import genesis_path, make_genesis
-from p2pdiloco_daemon.place import open_place
-from p2pdiloco_daemon.replica import FragmentState, Replica, payload_digest, unpack_state
-from p2pdiloco_daemon.store import Store
+from p2pdiloco_daemon.storage.place import open_place
+from p2pdiloco_daemon.storage.replica import FragmentState, Replica, payload_digest, unpack_state
+from p2pdiloco_daemon.storage.store import Store
 
 PROMPT = "In the beginning; Grüße, 日本\n"
 MERGED = 2

@@ -13,7 +13,7 @@ from p2pdiloco.signed_spec import SignedSpec
 from p2pdiloco.spec import DataSpec, ModelSpec, RlSpec, RunSpec, SyncSpec
 from p2pdiloco_bootstrap.identity import Identity, verify_with_key
 from p2pdiloco_daemon.genesis import SIGNED_SPEC_FILE, genesis_path, make_genesis, prepare_run
-from p2pdiloco_daemon.replica import unpack_state
+from p2pdiloco_daemon.storage.replica import unpack_state
 
 pytestmark = pytest.mark.loopback
 

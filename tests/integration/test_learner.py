@@ -19,8 +19,9 @@ from learner_stage import Stage, open_stage, run_spec
 
 from p2pdiloco.optim.fragments import fragments_of
 from p2pdiloco.spec import DataSpec, ModelSpec, RunSpec, SyncSpec
-from p2pdiloco_daemon.background import NICENESS
-from p2pdiloco_daemon.learner import (
+from p2pdiloco_daemon.children.background import NICENESS
+from p2pdiloco_daemon.children.shared_memory import open_memory_file
+from p2pdiloco_daemon.learner.learner import (
     CheckpointFailed,
     Died,
     Evaluated,
@@ -32,8 +33,7 @@ from p2pdiloco_daemon.learner import (
     SnapshotRefused,
     StepsDone,
 )
-from p2pdiloco_daemon.learner_channel import open_memory_file
-from p2pdiloco_daemon.learner_process import CHECKPOINT_NAME
+from p2pdiloco_daemon.learner.process import CHECKPOINT_NAME
 
 pytestmark = [pytest.mark.loopback, pytest.mark.timeout(240)]
 
@@ -303,7 +303,7 @@ def test_a_control_socket_that_closes_or_talks_garbage_ends_it(bytes_sent: bytes
         [
             sys.executable,
             "-m",
-            "p2pdiloco_daemon.learner_process",
+            "p2pdiloco_daemon.learner.process",
             str(child.fileno()),
             str(memory_fd),
         ],

@@ -18,10 +18,10 @@ from swarm_processes import (
 )
 
 from p2pdiloco.optim.fragments import fragments_of
-from p2pdiloco_daemon.place import open_place
-from p2pdiloco_daemon.replica import FragmentState
 from p2pdiloco_daemon.status.view import JsonObject
-from p2pdiloco_daemon.store import Store
+from p2pdiloco_daemon.storage.place import open_place
+from p2pdiloco_daemon.storage.replica import FragmentState
+from p2pdiloco_daemon.storage.store import Store
 from p2pdiloco_daemon.waking import replica_of
 
 pytestmark = [

@@ -11,7 +11,7 @@ from swarm_processes import NUM_FRAGMENTS, SPEC, BootstrapProcess, Daemon, NodeP
 from p2pdiloco.protocol.lineage import unpack_record
 from p2pdiloco_daemon.status.app import ACTION_HEADER
 from p2pdiloco_daemon.status.view import JsonObject
-from p2pdiloco_daemon.store import Store
+from p2pdiloco_daemon.storage.store import Store
 
 pytestmark = [pytest.mark.loopback, pytest.mark.slow, pytest.mark.timeout(300)]
 

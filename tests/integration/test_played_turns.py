@@ -23,17 +23,17 @@ from p2pdiloco.rl.checks import story
 from p2pdiloco.rl.episodes import pack, unpack
 from p2pdiloco.rl.rules import rulebook_of
 from p2pdiloco.spec import DataSpec, RlSpec, RunSpec, SyncSpec
-from p2pdiloco_daemon.held_turns import Played
-from p2pdiloco_daemon.learner_channel import Vector
-from p2pdiloco_daemon.rollout_channel import Installed, Speeds
-from p2pdiloco_daemon.rollouts import (
+from p2pdiloco_daemon.children.shared_memory import Vector
+from p2pdiloco_daemon.rollouts.held_turns import Played
+from p2pdiloco_daemon.rollouts.messages import Installed, Speeds
+from p2pdiloco_daemon.rollouts.trajectories import ROWS_MAX, RolloutsBusy, TurnRefused
+from p2pdiloco_daemon.rollouts.worker import (
     Policy,
     RolloutEvent,
     RolloutOptions,
     Rollouts,
     running_rollouts,
 )
-from p2pdiloco_daemon.trajectories import ROWS_MAX, RolloutsBusy, TurnRefused
 
 pytestmark = [pytest.mark.loopback, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -13,7 +13,15 @@ from p2pdiloco.rl.episodes import pack
 from p2pdiloco.rl.rules import rulebook_of
 from p2pdiloco.rollout.request import Token
 from p2pdiloco.spec import DataSpec, RlSpec, RunSpec, SyncSpec
-from p2pdiloco_daemon.learner import Died, Idle, Installed, Learned, Ready, Snapshot, StepsDone
+from p2pdiloco_daemon.learner.learner import (
+    Died,
+    Idle,
+    Installed,
+    Learned,
+    Ready,
+    Snapshot,
+    StepsDone,
+)
 
 pytestmark = [pytest.mark.loopback, pytest.mark.timeout(240)]
 

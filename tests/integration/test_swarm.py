@@ -21,7 +21,7 @@ from swarm_processes import (
 
 from p2pdiloco_bootstrap.identity import Identity
 from p2pdiloco_bootstrap.invite import make_invite
-from p2pdiloco_daemon.store import Store
+from p2pdiloco_daemon.storage.store import Store
 
 pytestmark = [pytest.mark.loopback, pytest.mark.slow, pytest.mark.timeout(300)]
 

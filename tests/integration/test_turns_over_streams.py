@@ -12,10 +12,10 @@ from p2pdiloco.protocol.turns import Held, Holding, Load, TurnId
 from p2pdiloco_bootstrap.host import HostOptions, open_host
 from p2pdiloco_bootstrap.serving import Traffic, new_application
 from p2pdiloco_daemon.exchange import Unreachable
-from p2pdiloco_daemon.held_turns import Played
-from p2pdiloco_daemon.rollout_client import asking_workers
-from p2pdiloco_daemon.rollout_routes import RolloutRoutes
-from p2pdiloco_daemon.rollouts import Rollouts
+from p2pdiloco_daemon.rl.client import asking_workers
+from p2pdiloco_daemon.rl.routes import RolloutRoutes
+from p2pdiloco_daemon.rollouts.held_turns import Played
+from p2pdiloco_daemon.rollouts.worker import Rollouts
 
 pytestmark = pytest.mark.loopback
 

@@ -26,7 +26,6 @@ from p2pdiloco.protocol.state import NodeConfig
 from p2pdiloco.simulation.machine import KeyedSigner
 from p2pdiloco_bootstrap.serving import Body, FilePart
 from p2pdiloco_bootstrap.shelf import Contribution, GossipShelf, MixVector, RecordsPage
-from p2pdiloco_daemon import learner as learners
 from p2pdiloco_daemon.exchange import (
     CHUNKS_IN_FLIGHT_MAX,
     MESSAGE_TIMEOUT_S,
@@ -36,12 +35,13 @@ from p2pdiloco_daemon.exchange import (
     Refused,
     Unreachable,
 )
-from p2pdiloco_daemon.holdings import Holdings
+from p2pdiloco_daemon.learner import learner as learners
 from p2pdiloco_daemon.mixing import Mixing, MixSettings
 from p2pdiloco_daemon.node import NodeShell
-from p2pdiloco_daemon.replica import FragmentState, Replica, Vector, genesis, pack_state
-from p2pdiloco_daemon.shelf import NodeShelf
-from p2pdiloco_daemon.store import Store
+from p2pdiloco_daemon.storage.holdings import Holdings
+from p2pdiloco_daemon.storage.replica import FragmentState, Replica, Vector, genesis, pack_state
+from p2pdiloco_daemon.storage.shelf import NodeShelf
+from p2pdiloco_daemon.storage.store import Store
 
 A, B, C, BOOT = (PeerId(name) for name in ("anna", "bert", "cleo", "boot"))
 RUN = "run"

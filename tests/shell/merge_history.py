@@ -8,7 +8,7 @@ from memory_swarm import FRAGMENTS, GENESIS, RUN, A, B, new_replica
 from p2pdiloco.protocol.lineage import Contributor, Record
 from p2pdiloco.simulation.machine import KeyedSigner
 from p2pdiloco_bootstrap.shelf import Contribution, RecordsPage
-from p2pdiloco_daemon.replica import FragmentState, pack_state, payload_digest
+from p2pdiloco_daemon.storage.replica import FragmentState, pack_state, payload_digest
 
 P = 1
 """The fragment that these tests are about."""

@@ -27,12 +27,11 @@ from p2pdiloco.rl.environments import Guess
 from p2pdiloco.rl.episodes import Episode, pack, unpack
 from p2pdiloco.rl.harvest import until
 from p2pdiloco.rollout.request import Token
-from p2pdiloco_daemon.checker import Checker
-from p2pdiloco_daemon.crew import Crew, Heard
-from p2pdiloco_daemon.dispatcher import Dispatcher
 from p2pdiloco_daemon.exchange import Busy, Refused, Unreachable
-from p2pdiloco_daemon.held_turns import Played
-from p2pdiloco_daemon.share_desk import (
+from p2pdiloco_daemon.rl.checker import Checker
+from p2pdiloco_daemon.rl.crew import Crew, Heard
+from p2pdiloco_daemon.rl.dispatcher import Dispatcher
+from p2pdiloco_daemon.rl.share_desk import (
     DOUBTED,
     NotYet,
     ShareDesk,
@@ -41,7 +40,8 @@ from p2pdiloco_daemon.share_desk import (
     pack_groups,
     unpack_share,
 )
-from p2pdiloco_daemon.trajectories import RolloutsBusy, TurnRefused
+from p2pdiloco_daemon.rollouts.held_turns import Played
+from p2pdiloco_daemon.rollouts.trajectories import RolloutsBusy, TurnRefused
 
 ANNA, BERT, CLEO = (PeerId(name) for name in ("anna", "bert", "cleo"))
 NUM_GROUPS, GROUP_SIZE = 4, 3

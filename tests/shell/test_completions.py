@@ -13,12 +13,12 @@ from aiohttp import web
 from yarl import URL
 
 from p2pdiloco_bootstrap.serving import serving_on_tcp
-from p2pdiloco_daemon import completions
-from p2pdiloco_daemon.completions import Completions
-from p2pdiloco_daemon.rollout_channel import Finished, Progressed, Refused
-from p2pdiloco_daemon.rollouts import Answer, AnswerEvent, Died, Question, Rollouts
+from p2pdiloco_daemon.rollouts import completions
+from p2pdiloco_daemon.rollouts.completions import Completions
+from p2pdiloco_daemon.rollouts.messages import Finished, Progressed, Refused
+from p2pdiloco_daemon.rollouts.trajectories import RolloutsBusy
+from p2pdiloco_daemon.rollouts.worker import Answer, AnswerEvent, Died, Question, Rollouts
 from p2pdiloco_daemon.status.app import COMPLETIONS_PATH
-from p2pdiloco_daemon.trajectories import RolloutsBusy
 
 
 def part(text: str, *tokens: int, version: int = 4) -> Progressed:

@@ -19,7 +19,7 @@ from rollout_swarm import (
 )
 from virtual_clock import run_virtual
 
-from p2pdiloco_daemon import rolling_out
+from p2pdiloco_daemon.rl import rolling_out
 
 ALL = list(range(NUM_TRAJECTORIES))
 

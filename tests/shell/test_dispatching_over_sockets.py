@@ -28,15 +28,15 @@ from p2pdiloco.protocol.naming import PeerId
 from p2pdiloco.protocol.placement import Rules
 from p2pdiloco.rl.episodes import unpack
 from p2pdiloco_bootstrap.serving import PLAIN_TCP, Traffic, new_application, serving_on_tcp
-from p2pdiloco_daemon.checker import Checker
-from p2pdiloco_daemon.crew import Crew
-from p2pdiloco_daemon.dispatcher import Dispatcher
 from p2pdiloco_daemon.exchange import Exchange
-from p2pdiloco_daemon.rollout_client import asking_workers
-from p2pdiloco_daemon.rollout_routes import RolloutRoutes
-from p2pdiloco_daemon.rollouts import Rollouts
-from p2pdiloco_daemon.share_desk import ShareDesk
-from p2pdiloco_daemon.turn_wire import LOAD_PATH, TURNS_PATH, LoadReport, pack
+from p2pdiloco_daemon.rl.checker import Checker
+from p2pdiloco_daemon.rl.client import asking_workers
+from p2pdiloco_daemon.rl.crew import Crew
+from p2pdiloco_daemon.rl.dispatcher import Dispatcher
+from p2pdiloco_daemon.rl.routes import RolloutRoutes
+from p2pdiloco_daemon.rl.share_desk import ShareDesk
+from p2pdiloco_daemon.rl.turn_wire import LOAD_PATH, TURNS_PATH, LoadReport, pack
+from p2pdiloco_daemon.rollouts.worker import Rollouts
 
 ALL = list(range(NUM_TRAJECTORIES))
 

@@ -18,9 +18,9 @@ from p2pdiloco.protocol.lineage import Chain, Contributor
 from p2pdiloco.protocol.naming import RoundId
 from p2pdiloco.simulation.machine import KeyedSigner
 from p2pdiloco_bootstrap.serving import FilePart
-from p2pdiloco_daemon.disk_queue import WRITES_WAITING_MAX
-from p2pdiloco_daemon.holdings import Holdings
-from p2pdiloco_daemon.replica import pack_state
+from p2pdiloco_daemon.storage.disk_queue import WRITES_WAITING_MAX
+from p2pdiloco_daemon.storage.holdings import Holdings
+from p2pdiloco_daemon.storage.replica import pack_state
 
 HISTORY = make_history(9)
 ROUND = RoundId(P, 1, 0, 0)

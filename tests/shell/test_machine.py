@@ -16,7 +16,7 @@ from p2pdiloco.errors import UserError
 from p2pdiloco.protocol.calibration import Answer
 from p2pdiloco.protocol.pacer import Served
 from p2pdiloco_bootstrap.serving import Traffic
-from p2pdiloco_daemon.learner import Died, Saving
+from p2pdiloco_daemon.learner.learner import Died, Saving
 from p2pdiloco_daemon.machine import (
     SILENT_S,
     Processors,

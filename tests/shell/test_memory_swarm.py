@@ -6,8 +6,8 @@ import pytest
 from memory_swarm import BOOT, GENESIS, A, B, C, Swarm, play_swarm, rot
 
 from p2pdiloco_daemon import fetch
-from p2pdiloco_daemon.holdings import LEASE_MERGES_MAX, LEASE_S
-from p2pdiloco_daemon.replica import pack_state
+from p2pdiloco_daemon.storage.holdings import LEASE_MERGES_MAX, LEASE_S
+from p2pdiloco_daemon.storage.replica import pack_state
 
 MINUTE = 60.0
 

@@ -14,7 +14,7 @@ from p2pdiloco.errors import PeerError
 from p2pdiloco.protocol.naming import MixId
 from p2pdiloco_bootstrap.shelf import MixVector
 from p2pdiloco_daemon.mixing import Mixing
-from p2pdiloco_daemon.replica import make_state
+from p2pdiloco_daemon.storage.replica import make_state
 
 P = 0
 SIZE = FRAGMENTS[P].size

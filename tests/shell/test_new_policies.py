@@ -15,9 +15,9 @@ import pytest
 from p2pdiloco.optim.fragments import plan_fragments
 from p2pdiloco.protocol.turns import TurnId
 from p2pdiloco.spec import RlSpec, RunSpec, SyncSpec
-from p2pdiloco_daemon.child import Child
-from p2pdiloco_daemon.learner_channel import memory_bytes, open_memory_file
-from p2pdiloco_daemon.rollout_channel import (
+from p2pdiloco_daemon.children.child import Child
+from p2pdiloco_daemon.children.shared_memory import memory_bytes, open_memory_file
+from p2pdiloco_daemon.rollouts.messages import (
     Command,
     Installed,
     InstallWeights,
@@ -26,7 +26,7 @@ from p2pdiloco_daemon.rollout_channel import (
     Played,
     Speeds,
 )
-from p2pdiloco_daemon.rollouts import Policy, RolloutOptions, Rollouts
+from p2pdiloco_daemon.rollouts.worker import Policy, RolloutOptions, Rollouts
 
 FRAGMENTS = plan_fragments({"weight": (4,)}, 1, ())
 SPEC = RunSpec(name="policies", seed=0, rl=RlSpec(), sync=SyncSpec(num_fragments=1))

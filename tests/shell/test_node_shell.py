@@ -21,10 +21,11 @@ from p2pdiloco.protocol.lineage import Chain, Contributor, Record
 from p2pdiloco.protocol.naming import PeerId, RoundId
 from p2pdiloco.protocol.node import Node
 from p2pdiloco_bootstrap.shelf import Contribution, RecordsPage
-from p2pdiloco_daemon import disk_queue, fetch
-from p2pdiloco_daemon import learner as learners
+from p2pdiloco_daemon import fetch
+from p2pdiloco_daemon.learner import learner as learners
 from p2pdiloco_daemon.node import INBOX_MAX, SENDS_PER_PEER_MAX
-from p2pdiloco_daemon.replica import make_state, pack_state, require_sound
+from p2pdiloco_daemon.storage import disk_queue
+from p2pdiloco_daemon.storage.replica import make_state, pack_state, require_sound
 
 E = TypeVar("E", bound=events.Event)
 

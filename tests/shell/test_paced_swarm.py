@@ -12,7 +12,7 @@ from test_report import report_of
 
 from p2pdiloco.protocol import events
 from p2pdiloco.protocol.policies import Pressure
-from p2pdiloco_daemon.replica import Replica
+from p2pdiloco_daemon.storage.replica import Replica
 
 H, SLACK = TIMES.inner_steps, 4
 LAG = 2

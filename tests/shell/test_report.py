@@ -24,8 +24,8 @@ from virtual_clock import run_virtual
 from p2pdiloco.protocol.topology import PAIRS, GossipPlan
 from p2pdiloco.spec import RunSpec
 from p2pdiloco_bootstrap.serving import Traffic
-from p2pdiloco_daemon import learner as learners
 from p2pdiloco_daemon.lag import LagMonitor
+from p2pdiloco_daemon.learner import learner as learners
 from p2pdiloco_daemon.report import STILL_S, LearnerReport, Reporter
 from p2pdiloco_daemon.status import view
 

@@ -32,13 +32,13 @@ from p2pdiloco.protocol.pacing import SyncTimes
 from p2pdiloco.protocol.placement import Rules
 from p2pdiloco.protocol.state import NUM_DEPUTIES
 from p2pdiloco.rl.episodes import unpack
-from p2pdiloco_daemon import learner as learners
-from p2pdiloco_daemon.checker import Checker
-from p2pdiloco_daemon.crew import Crew
-from p2pdiloco_daemon.dispatcher import Dispatcher
-from p2pdiloco_daemon.replica import genesis
-from p2pdiloco_daemon.share_desk import ShareDesk
-from p2pdiloco_daemon.swarm_view import SwarmView
+from p2pdiloco_daemon.learner import learner as learners
+from p2pdiloco_daemon.rl.checker import Checker
+from p2pdiloco_daemon.rl.crew import Crew
+from p2pdiloco_daemon.rl.dispatcher import Dispatcher
+from p2pdiloco_daemon.rl.share_desk import ShareDesk
+from p2pdiloco_daemon.rl.swarm_view import SwarmView
+from p2pdiloco_daemon.storage.replica import genesis
 
 ALL = list(range(NUM_TRAJECTORIES))
 

@@ -13,14 +13,15 @@ from yarl import URL
 from p2pdiloco.errors import PeerError
 from p2pdiloco.protocol.turns import Held, Holding, Load, TurnId
 from p2pdiloco_bootstrap.serving import PLAIN_TCP, Traffic, new_application, serving_on_tcp
-from p2pdiloco_daemon import rollout_client, rollout_routes
 from p2pdiloco_daemon.exchange import Busy, Refused, Unreachable
-from p2pdiloco_daemon.held_turns import Played
-from p2pdiloco_daemon.rollout_client import Workers, asking_workers
-from p2pdiloco_daemon.rollout_routes import OTHERS_MAX, UNSENT_OTHERS_MAX, RolloutRoutes
-from p2pdiloco_daemon.rollouts import Rollouts
-from p2pdiloco_daemon.trajectories import HISTORY_BYTES_MAX, RolloutsBusy, TurnRefused
-from p2pdiloco_daemon.turn_wire import TURNS_PATH, Ask, Withdraw, pack
+from p2pdiloco_daemon.rl import client as rollout_client
+from p2pdiloco_daemon.rl import routes as rollout_routes
+from p2pdiloco_daemon.rl.client import Workers, asking_workers
+from p2pdiloco_daemon.rl.routes import OTHERS_MAX, UNSENT_OTHERS_MAX, RolloutRoutes
+from p2pdiloco_daemon.rl.turn_wire import TURNS_PATH, Ask, Withdraw, pack
+from p2pdiloco_daemon.rollouts.held_turns import Played
+from p2pdiloco_daemon.rollouts.trajectories import HISTORY_BYTES_MAX, RolloutsBusy, TurnRefused
+from p2pdiloco_daemon.rollouts.worker import Rollouts
 
 pytestmark = pytest.mark.loopback
 

@@ -18,10 +18,10 @@ from p2pdiloco.errors import PeerError
 from p2pdiloco.protocol.naming import PeerId
 from p2pdiloco.rl.episodes import pack
 from p2pdiloco_bootstrap.serving import PLAIN_TCP, Traffic, new_application, serving_on_tcp
-from p2pdiloco_daemon import share_desk
-from p2pdiloco_daemon.checker import Checker
 from p2pdiloco_daemon.exchange import Busy, Exchange, Refused
-from p2pdiloco_daemon.share_desk import (
+from p2pdiloco_daemon.rl import share_desk
+from p2pdiloco_daemon.rl.checker import Checker
+from p2pdiloco_daemon.rl.share_desk import (
     NotYet,
     ShareDesk,
     pack_share,

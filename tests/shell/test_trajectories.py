@@ -10,8 +10,8 @@ from typing import cast
 import pytest
 
 from p2pdiloco.protocol.turns import Held, Holding, TurnId
-from p2pdiloco_daemon.child import Child
-from p2pdiloco_daemon.rollout_channel import (
+from p2pdiloco_daemon.children.child import Child
+from p2pdiloco_daemon.rollouts.messages import (
     Cancel,
     Check,
     Checked,
@@ -21,8 +21,8 @@ from p2pdiloco_daemon.rollout_channel import (
     Refused,
     Speeds,
 )
-from p2pdiloco_daemon.rollout_channel import Played as PlayedThere
-from p2pdiloco_daemon.trajectories import (
+from p2pdiloco_daemon.rollouts.messages import Played as PlayedThere
+from p2pdiloco_daemon.rollouts.trajectories import (
     CHECKS_AT_ONCE,
     HISTORY_BYTES_MAX,
     TURNS_MAX,

@@ -7,8 +7,8 @@ from typing import cast
 
 import pytest
 
-from p2pdiloco_daemon.child import Child
-from p2pdiloco_daemon.learner_channel import Stop
+from p2pdiloco_daemon.children.child import Child
+from p2pdiloco_daemon.learner.messages import Stop
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 import pytest
 
 from p2pdiloco.errors import UserError
-from p2pdiloco_daemon import device
-from p2pdiloco_daemon.device import available_devices, choose_device
+from p2pdiloco_daemon.learner import device
+from p2pdiloco_daemon.learner.device import available_devices, choose_device
 
 
 @pytest.mark.parametrize(

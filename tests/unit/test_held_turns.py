@@ -3,8 +3,8 @@
 import pytest
 
 from p2pdiloco.protocol.turns import Held, Holding, TurnId
-from p2pdiloco_daemon import held_turns
-from p2pdiloco_daemon.held_turns import HeldTurns, Played
+from p2pdiloco_daemon.rollouts import held_turns
+from p2pdiloco_daemon.rollouts.held_turns import HeldTurns, Played
 
 
 def played(

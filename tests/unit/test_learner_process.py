@@ -17,11 +17,13 @@ from p2pdiloco.errors import StoreError
 from p2pdiloco.learn.local_model import StepResult
 from p2pdiloco.rl.episodes import pack as pack_episode
 from p2pdiloco.rl.shares import Shares
-from p2pdiloco_daemon import learner_channel
-from p2pdiloco_daemon.learner_channel import (
+from p2pdiloco_daemon.children.channel import ChannelError, MessageReader, pack
+from p2pdiloco_daemon.children.shared_memory import SharedTensors, memory_bytes, open_memory_file
+from p2pdiloco_daemon.learner import messages
+from p2pdiloco_daemon.learner.control import Control
+from p2pdiloco_daemon.learner.messages import (
     Blend,
     Blended,
-    ChannelError,
     CheckpointFailed,
     Command,
     EndRound,
@@ -33,7 +35,6 @@ from p2pdiloco_daemon.learner_channel import (
     Learn,
     Learned,
     Message,
-    MessageReader,
     ReleaseSnapshot,
     RoundEnded,
     Sample,
@@ -41,20 +42,15 @@ from p2pdiloco_daemon.learner_channel import (
     SampleFailed,
     Saving,
     SetPaused,
-    SharedTensors,
     SnapshotRefused,
     SnapshotTaken,
     Start,
     StepsDone,
     Stop,
     TakeSnapshot,
-    memory_bytes,
-    open_memory_file,
-    pack,
     pieces_of_share,
 )
-from p2pdiloco_daemon.learner_control import Control
-from p2pdiloco_daemon.learner_process import LearnerProcess
+from p2pdiloco_daemon.learner.process import LearnerProcess
 
 SIZES = (3, 2)
 STEP_TOKENS = 10
@@ -473,7 +469,7 @@ def test_what_is_too_old_once_a_version_arrives_is_told_of(rl_scene: Scene) -> N
 
 
 def test_a_share_may_come_in_many_pieces(rl_scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(learner_channel, "PIECE_BYTES_MAX", 100)
+    monkeypatch.setattr(messages, "PIECE_BYTES_MAX", 100)
     pieces = share(0)
     assert len(pieces) > 3
     heard = rl_scene.run({0: [*BOTH, *pieces], 2: [Stop()]})

@@ -1,7 +1,7 @@
 """What a node says of the shares that its learner was done with."""
 
-from p2pdiloco_daemon.learner import Learned
-from p2pdiloco_daemon.lesson_report import LessonReport
+from p2pdiloco_daemon.learner.learner import Learned
+from p2pdiloco_daemon.rl.lesson_report import LessonReport
 from p2pdiloco_daemon.status import view
 
 

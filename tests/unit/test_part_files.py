@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from p2pdiloco_daemon.part_files import PartFiles, PartInfo
+from p2pdiloco_daemon.storage.part_files import PartFiles, PartInfo
 
 PART = PartInfo(8, "8" * 64, 10)
 

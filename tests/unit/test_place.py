@@ -12,7 +12,7 @@ from p2pdiloco.signed_spec import SignedSpec, bytes_to_sign, canonical_bytes
 from p2pdiloco.spec import GenesisSpec, RunSpec, SyncSpec, TensorLayout
 from p2pdiloco_bootstrap.identity import Identity
 from p2pdiloco_bootstrap.invite import make_invite
-from p2pdiloco_daemon.place import Place, open_place
+from p2pdiloco_daemon.storage.place import Place, open_place
 
 OWNER = Identity.generate()
 NOW = 2_000_000_000.0

@@ -9,7 +9,7 @@ from p2pdiloco.compress.quantize import WireFormat
 from p2pdiloco.errors import PayloadError
 from p2pdiloco.optim.fragments import plan_fragments
 from p2pdiloco.optim.outer import nesterov_step
-from p2pdiloco_daemon.replica import (
+from p2pdiloco_daemon.storage.replica import (
     Replica,
     StaleBaseError,
     StateDamagedError,

@@ -15,14 +15,9 @@ from rollout_builders import POSITIONS, VOCABULARY, small_model
 
 from p2pdiloco.optim.fragments import Fragment, plan_fragments
 from p2pdiloco.rollout.engine import Engine, Limits
-from p2pdiloco_daemon.learner_channel import (
-    MessageReader,
-    SharedTensors,
-    memory_bytes,
-    open_memory_file,
-    pack,
-)
-from p2pdiloco_daemon.rollout_channel import (
+from p2pdiloco_daemon.children.channel import MessageReader, pack
+from p2pdiloco_daemon.children.shared_memory import SharedTensors, memory_bytes, open_memory_file
+from p2pdiloco_daemon.rollouts.messages import (
     Cancel,
     Command,
     Finished,
@@ -36,7 +31,7 @@ from p2pdiloco_daemon.rollout_channel import (
     Stop,
     Submit,
 )
-from p2pdiloco_daemon.rollout_process import NO_VERSION, Answer, Control, RolloutProcess
+from p2pdiloco_daemon.rollouts.process import NO_VERSION, Answer, Control, RolloutProcess
 
 
 class LetterTokenizer:

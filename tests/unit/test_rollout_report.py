@@ -1,6 +1,6 @@
-from p2pdiloco_daemon.rollout_channel import Finished, Installed, Load, Played, Ready
-from p2pdiloco_daemon.rollout_report import RolloutReport
-from p2pdiloco_daemon.rollouts import Died
+from p2pdiloco_daemon.rollouts.messages import Finished, Installed, Load, Played, Ready
+from p2pdiloco_daemon.rollouts.report import RolloutReport
+from p2pdiloco_daemon.rollouts.worker import Died
 from p2pdiloco_daemon.status.view import Rollouts, RolloutState
 
 

@@ -9,8 +9,8 @@ from rollout_builders import small_engine, small_model
 
 from p2pdiloco.rl.checks import Rulebook
 from p2pdiloco.rl.episodes import Episode, pack, unpack
-from p2pdiloco_daemon.rollout_channel import Check, Checked, Message, Play, Played, Refused
-from p2pdiloco_daemon.rollout_turns import Turns
+from p2pdiloco_daemon.rollouts.messages import Check, Checked, Message, Play, Played, Refused
+from p2pdiloco_daemon.rollouts.turns import Turns
 
 STEP = TASKS.step
 

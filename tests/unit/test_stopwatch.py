@@ -1,7 +1,7 @@
 import time
 from itertools import count
 
-from p2pdiloco_daemon.stopwatch import Stopwatch, queued_clock
+from p2pdiloco_daemon.learner.stopwatch import Stopwatch, queued_clock
 
 
 def test_a_stopwatch_tells_the_time_and_how_much_of_it_others_had_the_cores() -> None:

@@ -10,14 +10,14 @@ import pytest
 
 from p2pdiloco.errors import StoreError, UserError
 from p2pdiloco.protocol.lineage import RECORDS_KEPT
-from p2pdiloco_daemon.files import Entry, lock_directory
-from p2pdiloco_daemon.replica import (
+from p2pdiloco_daemon.storage.files import Entry, lock_directory
+from p2pdiloco_daemon.storage.replica import (
     FragmentState,
     make_state,
     pack_state,
     payload_digest,
 )
-from p2pdiloco_daemon.store import SnapshotInfo, Store
+from p2pdiloco_daemon.storage.store import SnapshotInfo, Store
 
 SIZE = 50
 

@@ -6,7 +6,7 @@ from typing import cast
 from protocol_builders import A, B, C, Script, heads_at, make_records, training
 
 from p2pdiloco_daemon.node import NodeShell
-from p2pdiloco_daemon.swarm_view import SwarmView
+from p2pdiloco_daemon.rl.swarm_view import SwarmView
 
 
 def view_of(script: Script) -> SwarmView:

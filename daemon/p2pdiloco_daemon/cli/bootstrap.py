@@ -16,9 +16,9 @@ from p2pdiloco_bootstrap.identity import Identity
 from p2pdiloco_daemon.cli.directories import bootstrap_directory
 from p2pdiloco_daemon.cli.new import owner_key_path
 from p2pdiloco_daemon.cli.ports import port_number, require_free
-from p2pdiloco_daemon.files import lock_directory
 from p2pdiloco_daemon.genesis import genesis_path, prepare_run
 from p2pdiloco_daemon.signals import add_supervisor_option, stop_signals
+from p2pdiloco_daemon.storage.files import lock_directory
 
 if TYPE_CHECKING:
     from p2pdiloco_bootstrap.app import FirstPeer

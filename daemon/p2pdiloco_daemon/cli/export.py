@@ -5,7 +5,7 @@ from pathlib import Path
 
 from p2pdiloco.errors import UserError
 from p2pdiloco_daemon.cli.directories import last_node
-from p2pdiloco_daemon.files import require_free_directory
+from p2pdiloco_daemon.storage.files import require_free_directory
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     # imported late: hivemind and torch take seconds, and a wrong invite should be told at once
     from p2pdiloco_daemon.app import NodeOptions, run_node
-    from p2pdiloco_daemon.device import choose_device
+    from p2pdiloco_daemon.learner.device import choose_device
 
     asyncio.run(
         run_node(

@@ -22,10 +22,10 @@ from p2pdiloco.optim.fragments import fragments_of
 from p2pdiloco.optim.merge import norm
 from p2pdiloco.protocol.lineage import unpack_record
 from p2pdiloco.spec import ModelSpec, RunSpec
-from p2pdiloco_daemon.bound import bound_command
+from p2pdiloco_daemon.children.bound import bound_command
 from p2pdiloco_daemon.genesis import genesis_path, read_signed_spec
-from p2pdiloco_daemon.replica import FragmentState, Vector, unpack_state
-from p2pdiloco_daemon.store import Store
+from p2pdiloco_daemon.storage.replica import FragmentState, Vector, unpack_state
+from p2pdiloco_daemon.storage.store import Store
 
 if TYPE_CHECKING:
     from p2pdiloco.rl.checks import Rulebook

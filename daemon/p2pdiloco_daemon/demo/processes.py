@@ -19,7 +19,7 @@ from pathlib import Path
 from p2pdiloco.errors import UserError
 from p2pdiloco_bootstrap.control_sockets import remove_leftovers
 from p2pdiloco_bootstrap.invite import PREFIX
-from p2pdiloco_daemon.place import IDENTITY_FILE
+from p2pdiloco_daemon.storage.place import IDENTITY_FILE
 
 BOOTSTRAP_TIMEOUT_S = 600.0
 """Importing torch, making the first weights and starting a host take 10 s; on a machine with six

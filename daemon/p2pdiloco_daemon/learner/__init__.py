@@ -1,0 +1,1 @@
+"""The learner process, and the daemon's side of it."""

@@ -1,0 +1,1 @@
+"""Learning from rollouts: who plays which turn, whether it is true, and who learns from it."""

@@ -1,0 +1,1 @@
+"""The rollout worker process, the daemon's side of it, and what it serves to users."""

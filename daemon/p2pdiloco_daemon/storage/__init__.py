@@ -1,0 +1,1 @@
+"""What a node holds in memory and on disk."""
