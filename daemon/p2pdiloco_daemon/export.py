@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
@@ -53,7 +54,7 @@ def sample_checkpoint(
     try:
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         length = AutoTokenizer.from_pretrained(directory).model_max_length
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise UserError(f"{directory} cannot be loaded: {error}; export it again") from error
     return sample_text(
         model,

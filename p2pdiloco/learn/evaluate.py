@@ -4,11 +4,13 @@ Neither ever looks further than the trained sequence length: a model with rotary
 apart beyond it.
 """
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
 import torch
 
+from p2pdiloco.errors import UserError
 from p2pdiloco.learn.inner_loop import next_token_loss
 from p2pdiloco.learn.text import Text, Tokenizer
 
@@ -50,7 +52,8 @@ def sample_text(
     """The prompt's continuation by `num_tokens` sampled tokens; temperature 0 takes the likeliest.
 
     Each token is drawn after a whole forward pass over the last `sequence_length` tokens: slow, but
-    the same on every model, and always with all the context the model was trained for.
+    the same on every model, and always with all the context the model was trained for. UserError
+    where the model's predictions are no numbers.
     """
     device = next(model.parameters()).device
     was_training = model.training
@@ -58,16 +61,27 @@ def sample_text(
     generator = torch.Generator().manual_seed(seed)
     tokens = [int(token) for token in tokenizer.encode(prompt.encode() or b"\n")]
     num_prompt = len(tokens)
-    for _ in range(num_tokens):
-        window = torch.tensor([tokens[-sequence_length:]], device=device)
-        logits = model(input_ids=window, use_cache=False).logits[0, -1].float().cpu()
-        if temperature == 0:
-            tokens.append(int(logits.argmax()))
-        else:
-            odds = torch.softmax(logits / temperature, 0)
-            tokens.append(int(torch.multinomial(odds, 1, generator=generator)))
-    model.train(was_training)
+    try:
+        for _ in range(num_tokens):
+            window = torch.tensor([tokens[-sequence_length:]], device=device)
+            logits = model(input_ids=window, use_cache=False).logits[0, -1].float().cpu()
+            tokens.append(_drawn(logits, temperature, generator))
+    finally:
+        model.train(was_training)
     return tokenizer.decode(tokens[num_prompt:])
+
+
+def _drawn(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
+    """float32 [vocabulary] -> a token; UserError where the largest is no finite number."""
+    if not math.isfinite(largest := float(logits.max())):
+        raise UserError(
+            f"the model writes nothing: a prediction is {largest}, expected a finite number; its "
+            "training has diverged or its weights are damaged, so take those of an earlier time"
+        )
+    if temperature == 0:
+        return int(logits.argmax())
+    odds = torch.softmax(logits / temperature, 0)
+    return int(torch.multinomial(odds, 1, generator=generator))
 
 
 def _held_out_batches(

@@ -1,5 +1,6 @@
 """From a node's directory to a checkpoint that plain transformers loads, and text from it."""
 
+import os
 import shutil
 import time
 from dataclasses import dataclass, replace
@@ -175,6 +176,13 @@ def test_samples_follow_from_the_seed_and_go_beyond_the_trained_length(exported:
     assert first == sample_checkpoint(exported, PROMPT, num_tokens=200, seed=1)
     assert first != sample_checkpoint(exported, PROMPT, num_tokens=200, seed=2)
     assert len(first) > 0
+
+
+def test_weights_that_are_cut_short_are_told(exported: Path, tmp_path: Path) -> None:
+    damaged = shutil.copytree(exported, tmp_path / "damaged")
+    os.truncate(damaged / "model.safetensors", 1000)
+    with pytest.raises(UserError, match=r"damaged cannot be loaded: .*; export it again"):
+        sample_checkpoint(damaged, PROMPT, num_tokens=1, seed=0)
 
 
 def test_a_place_that_is_taken_is_left_alone(node: Node, tmp_path: Path) -> None:

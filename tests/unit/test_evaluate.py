@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from p2pdiloco.errors import UserError
 from p2pdiloco.learn.evaluate import held_out_loss, sample_text
 from p2pdiloco.learn.models import build_model
 from p2pdiloco.learn.text import ByteTokenizer, Text, split_text
@@ -73,3 +74,16 @@ def test_cold_sampling_is_greedy_and_equals_a_full_forward() -> None:
         for _ in range(6):
             tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
     assert text == ByteTokenizer().decode(tokens[3:])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("weight", [math.nan, math.inf])
+def test_a_model_whose_weights_are_no_numbers_writes_a_sentence(
+    weight: float, temperature: float
+) -> None:
+    model = build_model(ModelSpec(preset="tiny"), 0, SEQUENCE)
+    with torch.no_grad():
+        next(model.parameters()).fill_(weight)
+    with pytest.raises(UserError, match="expected a finite number; its training has diverged"):
+        sample_text(model, ByteTokenizer(), "abc", 6, SEQUENCE, temperature=temperature)
+    assert model.training

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pytest
 from rl_builders import episode
 
-from p2pdiloco.errors import StoreError
+from p2pdiloco.errors import StoreError, UserError
 from p2pdiloco.learn.local_model import StepResult
 from p2pdiloco.rl.episodes import pack as pack_episode
 from p2pdiloco.rl.shares import Shares
@@ -110,6 +110,8 @@ class FakeJudge:
         return b"predicted"
 
     def sample(self, prompt: str, num_tokens: int, temperature: float, seed: int) -> str:
+        if prompt == "diverged":
+            raise UserError("a prediction is nan")
         return f"{prompt} and {num_tokens} more"
 
 
@@ -334,6 +336,12 @@ def test_too_long_or_too_many_samples_are_refused(scene: Scene) -> None:
     refused = [message for message in heard if isinstance(message, SampleFailed)]
     assert [message.request_id for message in refused] == [1, 6]
     assert len([message for message in heard if isinstance(message, Sampled)]) == 4
+
+
+def test_a_model_that_cannot_be_sampled_is_told_and_trained_on(scene: Scene) -> None:
+    heard = scene.run({0: BOTH, 1: [Sample(3, "diverged", 5, 0.8, 0)], 3: [Stop()]})
+    assert SampleFailed(3, "a prediction is nan") in heard
+    assert scene.trainer.num_steps == 3
 
 
 def test_scheduled_evaluations_take_a_twentieth_of_the_time_at_most() -> None:

@@ -23,7 +23,7 @@ from typing import Protocol, assert_never
 
 import torch
 
-from p2pdiloco.errors import P2PDilocoError, StoreError
+from p2pdiloco.errors import P2PDilocoError, StoreError, UserError
 from p2pdiloco.learn.disagreement import output_distributions, probe_batch
 from p2pdiloco.learn.evaluate import held_out_loss, sample_text
 from p2pdiloco.learn.inner_loop import InnerLoop, bf16_is_faster
@@ -347,11 +347,16 @@ class LearnerProcess:
         if self._evaluation_wanted or self._evaluation_due():
             self._evaluate()
         while self._samples:
-            wanted = self._samples.popleft()
+            self._control.post(self._sampled(self._samples.popleft()))
+
+    def _sampled(self, wanted: Sample) -> Sampled | SampleFailed:
+        try:
             text = self._judge.sample(
                 wanted.prompt, wanted.num_tokens, wanted.temperature, wanted.seed
             )
-            self._control.post(Sampled(wanted.request_id, text))
+        except UserError as error:
+            return SampleFailed(wanted.request_id, str(error))
+        return Sampled(wanted.request_id, text)
 
     def _evaluation_due(self) -> bool:
         return (
