@@ -10,8 +10,8 @@
                                                       says if it is the difference to round R's
     GET  /v1/predictions                              of the learner of a node that gossips
 
-All answers may also be 403 (this peer is banned here), 404 (not kept here) or 503 (too much at
-once); bodies honour a Range. Who reads what lies on the shelf is of no concern: digests protect it.
+All answers may also be 404 (not kept here) or 503 (too much at once); bodies honour a Range. Who
+reads what lies on the shelf is of no concern: digests protect it.
 """
 
 import asyncio
@@ -22,7 +22,6 @@ from typing import Protocol
 
 import msgpack
 from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
 
 from p2pdiloco.errors import PeerError
 from p2pdiloco.protocol.lineage import RECORDS_KEPT
@@ -126,7 +125,6 @@ def exchange_application(
     shelf: Shelf,
     traffic: Traffic,
     on_message: OnMessage | None = None,
-    admits: Callable[[str], bool] = lambda peer: True,
     gossip: GossipShelf | None = None,
 ) -> web.Application:
     """The application above; without `on_message` it takes no messages, without `gossip` it has
@@ -134,7 +132,6 @@ def exchange_application(
     """
     server = _Server(shelf, traffic, on_message, gossip)
     app = new_application(MESSAGE_BYTES_MAX)
-    app.middlewares.append(_admitting(admits))
     if on_message is not None:
         app.router.add_post("/v1/message", server.message)
     app.router.add_get("/v1/spec", server.spec)
@@ -167,16 +164,6 @@ def state_path(fragment: int, version: int, digest: str) -> str:
 
 def contribution_path(fragment: int, version: int, term: int, attempt: int) -> str:
     return f"/v1/contribution/{fragment}/{version}/{term}/{attempt}"
-
-
-def _admitting(admits: Callable[[str], bool]) -> Middleware:
-    @web.middleware
-    async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if not admits(sender()):
-            raise web.HTTPForbidden(text="this peer takes nothing from you and gives nothing")
-        return await handler(request)
-
-    return admit
 
 
 class _Server:

@@ -112,20 +112,13 @@ class Node:
         self.exchange = Exchange(host.session(), self.traffic)
         self.inbox: list[tuple[str, bytes]] = []
         self.inbox_size = 8
-        self.banned: set[str] = set()
 
     @property
     def peer(self) -> str:
         return self.host.peer_id
 
     def application(self) -> aiohttp.web.Application:
-        return exchange_application(
-            self.shelf,
-            self.traffic,
-            self.on_message,
-            lambda peer: peer not in self.banned,
-            FakeGossip(),
-        )
+        return exchange_application(self.shelf, self.traffic, self.on_message, FakeGossip())
 
     def on_message(self, peer: str, body: bytes) -> bool:
         if body == b"garbage":
@@ -196,7 +189,6 @@ def nodes(swarm: Swarm) -> list[Node]:
         node.shelf.__init__()  # type: ignore[misc]
         node.inbox.clear()
         node.inbox_size = 8
-        node.banned.clear()
     return swarm.nodes
 
 
@@ -246,15 +238,6 @@ def test_a_message_too_long_is_refused_on_both_sides(swarm: Swarm, nodes: list[N
         swarm.run(a.exchange.send(b.peer, giant))
     assert swarm.run(post_anyway()) == 413
     assert b.inbox == []
-
-
-def test_a_banned_peer_gets_nothing(swarm: Swarm, nodes: list[Node]) -> None:
-    a, b, *_ = nodes
-    b.banned.add(a.peer)
-    with pytest.raises(Refused, match="403"):
-        swarm.run(a.exchange.send(b.peer, b"hello"))
-    with pytest.raises(Refused, match="403"):
-        swarm.run(a.exchange.spec(b.peer))
 
 
 def test_records_and_contributions_come_with_their_numbers(swarm: Swarm, nodes: list[Node]) -> None:
