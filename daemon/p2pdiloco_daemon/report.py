@@ -78,6 +78,8 @@ class LearnerReport:
                 self.held_out.add(event.step, event.loss)
             case learners.Idle():
                 self.state = view.LearnerState.IDLE
+            case learners.Taught() if self.state is view.LearnerState.IDLE:
+                self.state, self.stepped_at = view.LearnerState.TRAINING, now
             case learners.Learned():
                 self.lessons.take(event)
             case learners.Died():
@@ -224,6 +226,8 @@ class Reporter:
         if self.holdings.disk.error:
             what += " Training goes on, but the checkpoint cannot be written: "
             what += f"{self.holdings.disk.error}"
+        if self.rollouts and self.rollouts.state is view.RolloutState.RESTARTING:
+            what += " The rollout worker ended and is started again."
         return what
 
     def _what(self) -> str:

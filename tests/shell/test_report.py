@@ -27,6 +27,8 @@ from p2pdiloco_bootstrap.serving import Traffic
 from p2pdiloco_daemon.lag import LagMonitor
 from p2pdiloco_daemon.learner import learner as learners
 from p2pdiloco_daemon.report import STILL_S, LearnerReport, Reporter
+from p2pdiloco_daemon.rollouts import worker as rollouts
+from p2pdiloco_daemon.rollouts.report import RolloutReport
 from p2pdiloco_daemon.status import view
 
 
@@ -294,6 +296,18 @@ def test_who_has_not_begun_or_rests_or_is_started_again_does_not_stand_still() -
     assert not any(report.stands_still(1e6, 1.0) for report in (beginning, resting, dead))
 
 
+def test_a_learner_with_a_share_does_not_wait_for_rollouts() -> None:
+    report = LearnerReport()
+    for event, state in (
+        (STEP, view.LearnerState.TRAINING),
+        (learners.Idle(), view.LearnerState.IDLE),
+        (learners.Taught(), view.LearnerState.TRAINING),
+    ):
+        report.take(event, 10.0)
+        assert report.state is state
+    assert report.stands_still(11.0 + STILL_S, 1.0)
+
+
 def test_a_learner_that_hangs_is_told_and_has_no_speed(tmp_path: Path) -> None:
     async def scenario(swarm: Swarm) -> None:
         swarm.start(A, B)
@@ -304,6 +318,20 @@ def test_a_learner_that_hangs_is_told_and_has_no_speed(tmp_path: Path) -> None:
         reporter.learner.stepped_at = reporter.now() - 2 * STILL_S
         assert "has taken no step for more than 60 s" in await still(swarm, reporter)
         assert reporter.status().learner.tokens_per_s is None
+
+    play_swarm(tmp_path, scenario)
+
+
+def test_a_rollout_worker_that_is_down_is_told(tmp_path: Path) -> None:
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start(A, B)
+        await swarm.train(20)
+        reporter = report_of(swarm.nodes[A])
+        reporter.rollouts = RolloutReport()
+        told = "The rollout worker ended and is started again."
+        assert told not in reporter.status().sentence
+        reporter.rollouts.take(rollouts.Died("killed by SIGKILL", 1.0), reporter.now())
+        assert reporter.status().sentence.endswith(told)
 
     play_swarm(tmp_path, scenario)
 

@@ -445,6 +445,13 @@ def test_without_a_share_it_waits_and_takes_commands(rl_scene: Scene) -> None:
     assert rl_scene.trainer.num_steps == 0
 
 
+def test_after_a_share_that_comes_too_late_it_says_again_that_it_waits(rl_scene: Scene) -> None:
+    installs = [Install(0, 3, 1), Install(1, 3, 1)]
+    heard = rl_scene.run_until(Learned, {0: [*installs, *share(0)]})
+    assert num_steps_in(heard) == 0
+    assert [type(message) for message in heard[-2:]] == [Learned, Idle]
+
+
 def test_a_share_is_learnt_from_and_told_of_before_it_waits_again(rl_scene: Scene) -> None:
     heard = rl_scene.run_until(Learned, {0: [*BOTH, *share(0)]})
     assert num_steps_in(heard) == 2

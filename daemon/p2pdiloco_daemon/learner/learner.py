@@ -117,6 +117,11 @@ class Died:
     restart_in_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Taught:
+    """The learner was given episodes to learn from."""
+
+
 LearnerEvent = (
     Ready
     | StepsDone
@@ -133,6 +138,7 @@ LearnerEvent = (
     | Saving
     | CheckpointFailed
     | Died
+    | Taught
 )
 
 OnEvent = Callable[[LearnerEvent], None]
@@ -277,6 +283,8 @@ class Learner(ChildKeeper[Command, Message]):
             return False
         for piece in pieces_of_share(step, episodes):
             child.send(piece)
+        if episodes:
+            self._on_event(Taught())
         return True
 
     def pause(self) -> None:

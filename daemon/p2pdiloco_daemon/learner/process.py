@@ -260,6 +260,7 @@ class LearnerProcess:
             episodes = map(unpack, episodes_in(bytes(self._share_pieces)))
             self._share_pieces.clear()
             self._shares.add(command.step, episodes)
+            self._is_idle = False
 
     def _tell_lessons(self) -> None:
         for lesson in self._shares.take_ended() if self._shares else ():
