@@ -172,8 +172,9 @@ def test_a_node_that_starts_or_is_busy_says_so() -> None:
     ("wrong", "where"),
     [
         ({"prompt": ""}, "prompt: it is empty"),
-        ({"prompt": [-1]}, "prompt"),
         ({"n": 2}, "n: Input should be 1"),
+        ({"prompt": [-1]}, "prompt: expected a text, or token ids of 0 and more"),
+        ({"stop": list("abcde")}, "stop: expected a text of 1 to 256 characters, or at most 4"),
         ({"temperature": -1}, "temperature"),
         ({"temperature": 1e-320}, "expected 0, or at least 0.001"),
         ({"max_tokens": "3"}, "max_tokens"),

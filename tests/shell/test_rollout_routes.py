@@ -290,6 +290,7 @@ def test_a_worker_without_a_policy_takes_no_turns() -> None:
         b"garbage",
         msgpack.packb({"kind": "ask", "id": 1}),
         msgpack.packb({"kind": "answer", "id": 1}),
+        msgpack.packb({"kind": "\u0e01" * 200, "id": 1}),
         pack(Ask(-1, TURN, b"")),
     ],
 )

@@ -46,6 +46,8 @@ HEARTBEAT_S = 20.0
 """Between pings; an asker that leaves one unanswered for half of it has gone."""
 WRITE_TIMEOUT_S = 30.0
 """For an answer to leave."""
+REASON_BYTES_MAX = 123
+"""Of the frame that closes a websocket (RFC 6455, 5.5)."""
 CLOSE_TIMEOUT_S = 2.0
 """For the last words; the connection of a peer that does not read them is cut."""
 OTHERS_MAX = TURNS_MAX // 4
@@ -170,7 +172,7 @@ class _Desk:
                 asked = unpack_asked(message.data)
                 self._take(asked)
             except PeerError as error:
-                reason = str(error)[:100].encode()
+                reason = str(error).encode()[:REASON_BYTES_MAX].decode(errors="ignore").encode()
                 await self.hang_up(aiohttp.WSCloseCode.POLICY_VIOLATION, reason)
 
     async def hang_up(self, code: int, reason: bytes = b"") -> None:

@@ -53,7 +53,7 @@ class CompletionRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-    prompt: str | list[TokenId]
+    prompt: str | list[TokenId] = Field(description="a text, or token ids of 0 and more")
     model: str | None = None
     """Any name: there is one model."""
     max_tokens: int = Field(default=16, ge=1, le=1 << 20)
@@ -64,7 +64,9 @@ class CompletionRequest(BaseModel):
     seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 63)
     """None draws one, which the answer names."""
     trajectory: str = Field(default="", max_length=256)
-    stop: StopText | Annotated[list[StopText], Field(max_length=4)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=4)] | None = Field(
+        default=None, description="a text of 1 to 256 characters, or at most 4 of them"
+    )
     logprobs: int | None = Field(default=None, ge=0, le=1)
     """Any number gives those of the chosen tokens."""
     stream: bool = False
@@ -263,8 +265,12 @@ def _ended(event: AnswerEvent) -> str:
 
 
 def _described(error: ValidationError) -> str:
-    """The first mistake: where, and what was expected."""
+    """The first mistake: where, and what was expected. Of what may have several forms pydantic
+    tells a mistake of each."""
     first = error.errors(include_url=False, include_input=False)[0]
+    field = CompletionRequest.model_fields.get(str(first["loc"][0])) if first["loc"] else None
+    if field and field.description and first["type"] != "missing":
+        return f"{first['loc'][0]}: expected {field.description}"
     where = ".".join(str(part) for part in first["loc"])
     return f"{where}: {first['msg']}" if where else first["msg"]
 
