@@ -7,9 +7,10 @@ without it once others have joined.
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from p2pdiloco.signed_spec import SignedSpec
 from p2pdiloco_bootstrap.discovery import Discovery
@@ -50,15 +51,29 @@ class FirstPeer:
     discovery: Discovery
     traffic: Traffic
     run_id: str
+    announcing: asyncio.Task[None]
+    """Keeps it in the DHT, for ever."""
 
     async def invite(self, owner: Identity, expires_at: float) -> str:
         """An invite to this peer, signed with the key that signed the run's spec."""
         addresses = (await self.host.addresses())[:BOOTSTRAPS_MAX]
         return make_invite(owner, self.run_id, addresses, expires_at)
 
-    async def watch(self) -> None:
-        """Never returns; raises when the network process ends by itself."""
-        await self.host.watch()
+    async def watch(self) -> NoReturn:
+        """Never returns; ConnectionError when the network process ends by itself, or when nothing
+        announces this peer any more.
+        """
+        watching = asyncio.create_task(self.host.watch(), name="p2pd")
+        try:
+            await asyncio.wait((watching, self.announcing), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            watching.cancel()
+        if watching.done():
+            watching.result()
+        error = self.announcing.exception()
+        raise ConnectionError(
+            f"this peer is not announced to others any more ({error!r})"
+        ) from error
 
 
 @asynccontextmanager
@@ -79,9 +94,11 @@ async def running_bootstrap(options: BootstrapOptions) -> AsyncIterator[FirstPee
         await stack.enter_async_context(host.serving(exchange_application(shelf, traffic)))
         discovery = Discovery(host, signed.run_id)
         host.consult(discovery)
-        announcing = asyncio.create_task(discovery.keep_announced((BOOTSTRAP_ROLE,)))
+        announcing = asyncio.create_task(
+            discovery.keep_announced((BOOTSTRAP_ROLE,)), name="announcing"
+        )
         stack.push_async_callback(_cancelled, announcing)
-        yield FirstPeer(host, discovery, traffic, signed.run_id)
+        yield FirstPeer(host, discovery, traffic, signed.run_id, announcing)
 
 
 class GenesisShelf:
@@ -116,6 +133,6 @@ class GenesisShelf:
 
 
 async def _cancelled(task: asyncio.Task[None]) -> None:
+    """Ends `task`; what it died of before is told by `FirstPeer.watch`."""
     task.cancel()
-    with suppress(asyncio.CancelledError):
-        await task
+    await asyncio.wait((task,))

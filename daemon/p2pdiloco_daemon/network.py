@@ -51,6 +51,21 @@ class Deaths:
         return min(2.0 ** (self._in_a_row - 2), RESTART_DELAY_MAX_S) if self._in_a_row > 1 else 0.0
 
 
+def reason_of(error: UserError | OSError) -> str:
+    """In words; a TimeoutError has none."""
+    return str(error) or type(error).__name__
+
+
+def first_start_failed(error: UserError | OSError) -> UserError | NetworkError:
+    """What to raise for an `error` before there ever was a host: nobody waits for another try."""
+    if isinstance(error, UserError):
+        return error
+    return NetworkError(
+        f"the network process p2pd did not come up ({reason_of(error)}); see whether this machine "
+        "has memory left and what ends p2pd there, then start again"
+    )
+
+
 @dataclass(slots=True)
 class _Life:
     """Of one host."""
@@ -71,7 +86,7 @@ class _Life:
                 await call
             except OSError as error:
                 if not self.ended.done():
-                    self.ended.set_result(str(error) or type(error).__name__)
+                    self.ended.set_result(reason_of(error))
 
         return self.tasks.create_task(until_ended(), name=name)
 
@@ -122,7 +137,9 @@ class Network:
                 await asyncio.wait((self._life.working,))
 
     async def keep(self) -> None:
-        """Never returns; NetworkError when p2pd does not stay, UserError if it never came up."""
+        """Never returns; NetworkError when p2pd does not stay or did not come up, UserError where a
+        person has to mend something before it can.
+        """
         deaths, loop = Deaths(), asyncio.get_running_loop()
         while True:
             started = loop.time()
@@ -141,8 +158,8 @@ class Network:
                 return await self._serve(host)
         except (UserError, OSError) as error:
             if not self._opened.is_set():
-                raise
-            return str(error) or type(error).__name__
+                raise first_start_failed(error) from error
+            return reason_of(error)
 
     async def _serve(self, host: Host) -> str:
         async with asyncio.TaskGroup() as tasks:

@@ -151,6 +151,16 @@ def test_what_a_person_must_mend_is_told_at_the_first_start(hosts: FakeHosts) ->
         run_virtual(main())
 
 
+def test_a_p2pd_that_dies_while_it_starts_is_told_in_a_sentence(hosts: FakeHosts) -> None:
+    async def main() -> None:
+        hosts.refusal = ConnectionError("the network process p2pd is gone")
+        async with running_network(lambda: OPTIONS, lambda: None):
+            raise AssertionError("there is no network")
+
+    with pytest.raises(NetworkError, match=r"did not come up \(.* is gone\); see whether"):
+        run_virtual(main())
+
+
 def test_a_bug_in_the_work_ends_the_node(hosts: FakeHosts) -> None:
     async def work(host: Host) -> None:
         raise ZeroDivisionError

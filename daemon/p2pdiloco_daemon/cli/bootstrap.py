@@ -6,6 +6,7 @@ import dataclasses
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ from p2pdiloco_daemon.signals import add_supervisor_option, stop_signals
 from p2pdiloco_daemon.storage.files import lock_directory
 
 if TYPE_CHECKING:
-    from p2pdiloco_bootstrap.app import FirstPeer
+    from p2pdiloco_bootstrap.app import BootstrapOptions, FirstPeer
 
 PORT = 8600
 """TCP port of the first peer: one fixed number to open or forward."""
@@ -70,16 +71,16 @@ def run(arguments: argparse.Namespace) -> int:
     with lock_directory(directory):
         print("making the first weights, or finding them ...", file=sys.stderr, flush=True)
         signed = prepare_run(draft, owner, directory)
-        asyncio.run(_serve(arguments, owner, signed, directory))
+        asyncio.run(serve(arguments, owner, signed, directory))
     return 0
 
 
-async def _serve(
+async def serve(
     arguments: argparse.Namespace, owner: Identity, signed: SignedSpec, directory: Path
 ) -> None:
+    """Runs the first peer until one of `stop_signals`; NetworkError when p2pd does not stay."""
     # imported late: hivemind takes seconds, and a mistake in the spec should be told at once
-    from p2pdiloco_bootstrap.app import BootstrapOptions, running_bootstrap
-    from p2pdiloco_daemon.network import Deaths
+    from p2pdiloco_bootstrap.app import BootstrapOptions
 
     options = BootstrapOptions(
         directory=directory,
@@ -88,38 +89,52 @@ async def _serve(
         signed_spec=signed.pack(),
         genesis={p: genesis_path(directory, p) for p in range(signed.spec.sync.num_fragments)},
     )
-    deaths, loop = Deaths(), asyncio.get_running_loop()
     with stop_signals(arguments.supervisor_fd) as stop:
-        while not stop.is_set():
-            started = loop.time()
-            async with running_bootstrap(options) as peer:
+        keeping = asyncio.create_task(_keep_up(options, owner, signed), name="first peer")
+        stopping = asyncio.create_task(stop.wait(), name="stop")
+        await asyncio.wait((keeping, stopping), return_when=asyncio.FIRST_COMPLETED)
+        keeping.cancel()
+        stopping.cancel()
+        await asyncio.wait((keeping, stopping))
+        if not keeping.cancelled():
+            keeping.result()
+
+
+async def _keep_up(options: "BootstrapOptions", owner: Identity, signed: SignedSpec) -> None:
+    """The first peer, and another one whenever its p2pd has ended; never returns."""
+    from p2pdiloco_bootstrap.app import running_bootstrap
+    from p2pdiloco_daemon.network import Deaths, first_start_failed, reason_of
+
+    deaths, loop, was_up = Deaths(), asyncio.get_running_loop(), False
+    while True:
+        started = loop.time()
+        async with AsyncExitStack() as stack:
+            try:
+                peer = await stack.enter_async_context(running_bootstrap(options))
                 addresses = await peer.host.addresses()
                 invite = await peer.invite(owner, time.time() + INVITE_DAYS * 86400)
+            except (UserError, OSError) as error:
+                if not was_up:
+                    raise first_start_failed(error) from error
+                reason = reason_of(error)
+            else:
+                was_up = True
                 for line in _welcome(signed, invite, addresses):
                     print(line, flush=True)
-                reason = await _until_stopped_or_dead(peer, stop)
-            if reason:
-                delay_s = deaths.one_more(reason, loop.time() - started)
-                print(f"{reason}; it is started again", file=sys.stderr, flush=True)
                 # whoever has the invite looks for us at the same port
                 options = dataclasses.replace(options, port=_port_of(addresses[0]))
-                await asyncio.sleep(delay_s)
+                reason = await _end_of(peer)
+        delay_s = deaths.one_more(reason, loop.time() - started)
+        print(f"{reason}; it is started again", file=sys.stderr, flush=True)
+        await asyncio.sleep(delay_s)
 
 
-async def _until_stopped_or_dead(peer: "FirstPeer", stop: asyncio.Event) -> str | None:
-    """Why the peer's network process ended; None once somebody asked to stop."""
-    watching = asyncio.create_task(peer.watch(), name="p2pd")
-    stopping = asyncio.create_task(stop.wait(), name="stop")
-    await asyncio.wait((watching, stopping), return_when=asyncio.FIRST_COMPLETED)
-    stopping.cancel()
-    watching.cancel()
+async def _end_of(peer: "FirstPeer") -> str:
+    """Why it is over with it, once it is."""
     try:
-        await watching
-    except asyncio.CancelledError:
-        pass
+        await peer.watch()
     except OSError as error:
         return str(error)
-    return None
 
 
 def _port_of(address: str) -> int:
