@@ -14,6 +14,7 @@ from p2pdiloco.rl.conversation import Limits, Policy
 from p2pdiloco.rl.environments import Guess, Sums, Task
 from p2pdiloco.rl.losses import LossRules
 from p2pdiloco.rl.reasoning import ReasoningGym
+from p2pdiloco.rl.tools import sums_with_calculator
 from p2pdiloco.spec import DataSpec, RlSpec, RunSpec
 
 _REASONING_GYM = "reasoning-gym:"
@@ -84,6 +85,8 @@ def _task(environment: str, turns_max: int) -> Task:
         return Guess(turns_max=turns_max)
     if environment == "sums":
         return Sums()
+    if environment == "calculator":
+        return sums_with_calculator()
     return ReasoningGym(environment.removeprefix(_REASONING_GYM))
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from p2pdiloco.rl.environments import Ended, Environment, Observed, Outcome, Task
+from p2pdiloco.rl.environments import Ended, Environment, Observed, Outcome, Sums, Task
 
 Tool: TypeAlias = Callable[[str], str]
 """What it says to an argument. Never raises; an argument that makes no sense gets a sentence."""
@@ -22,13 +22,14 @@ ARGUMENT_CHARS_MAX = 2000
 @dataclass(slots=True)
 class _WithTools:
     environment: Environment
+    manual: str
     tools: Mapping[str, Tool]
     calls_max: int
     calls: int = 0
 
     @property
     def prompt(self) -> str:
-        return self.environment.prompt
+        return self.manual + self.environment.prompt
 
     def act(self, answer: str) -> Outcome:
         name, colon, argument = answer.strip().partition(":")
@@ -46,11 +47,13 @@ class WithTools:
     """A task whose policy may call tools `calls_max` times; one more call ends it with 0."""
 
     task: Task
+    manual: str
+    """What the policy reads before the task: how it calls the tools."""
     tools: Mapping[str, Tool]
     calls_max: int = 4
 
     def begin(self, seed: int) -> Environment:
-        return _WithTools(self.task.begin(seed), self.tools, self.calls_max)
+        return _WithTools(self.task.begin(seed), self.manual, self.tools, self.calls_max)
 
 
 _SUM = re.compile(r" *(-?\d{1,9}) *([-+*]) *(-?\d{1,9}) *", re.ASCII)
@@ -63,3 +66,8 @@ def calculator(argument: str) -> str:
         return "not a sum"
     a, b = int(parts[1]), int(parts[3])
     return str({"+": a + b, "-": a - b, "*": a * b}[parts[2]])
+
+
+def sums_with_calculator() -> WithTools:
+    """Sums of up to four digits, which one call works out and another turn answers."""
+    return WithTools(Sums(largest=9999), "calc: 1+2 works out a sum.\n", {"calc": calculator})

@@ -86,7 +86,7 @@ def test_a_right_sum_is_worth_most_and_a_number_a_little() -> None:
 
 
 def test_a_tool_answers_its_call_and_the_environment_all_else() -> None:
-    environment = WithTools(Sums(), {"calc": calculator}).begin(2)
+    environment = WithTools(Sums(), "", {"calc": calculator}).begin(2)
     a, b = environment.prompt.removesuffix("=").split("+")
     result = environment.act(f"calc: {a}+{b}\n")
     assert result == Observed(f"{int(a) + int(b)}\n")
@@ -94,18 +94,23 @@ def test_a_tool_answers_its_call_and_the_environment_all_else() -> None:
 
 
 def test_a_tool_that_is_not_there_is_an_answer_like_any_other() -> None:
-    assert WithTools(Sums(), {"calc": calculator}).begin(2).act("search: me") == Ended(0.0)
+    assert WithTools(Sums(), "", {"calc": calculator}).begin(2).act("search: me") == Ended(0.0)
 
 
 @pytest.mark.parametrize(
     "answer", ["calc:\n1+1", "calc: 1+1\n2", "calc:" + " " * 5000 + "1", "calc"]
 )
 def test_what_is_no_call_goes_to_the_environment(answer: str) -> None:
-    assert WithTools(Sums(), {"calc": calculator}).begin(2).act(answer) == Ended(0.0)
+    assert WithTools(Sums(), "", {"calc": calculator}).begin(2).act(answer) == Ended(0.0)
+
+
+def test_how_a_tool_is_called_stands_before_the_task() -> None:
+    bare, with_tools = Sums().begin(2), WithTools(Sums(), "calc: 1+2\n", {}).begin(2)
+    assert with_tools.prompt == f"calc: 1+2\n{bare.prompt}"
 
 
 def test_calls_are_bounded() -> None:
-    environment = WithTools(Sums(), {"calc": calculator}, calls_max=2).begin(2)
+    environment = WithTools(Sums(), "", {"calc": calculator}, calls_max=2).begin(2)
     assert environment.act("calc: 1+1") == Observed("2\n")
     assert environment.act("calc: nonsense") == Observed("not a sum\n")
     assert environment.act("calc: 1+1") == Ended(0.0)

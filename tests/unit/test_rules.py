@@ -7,8 +7,11 @@ import pytest
 from p2pdiloco.errors import UserError
 from p2pdiloco.rl import rules
 from p2pdiloco.rl.assignment import SHARED
+from p2pdiloco.rl.checks import story
 from p2pdiloco.rl.environments import Guess, Sums
 from p2pdiloco.rl.rules import limits_of, rulebook_of, step_of, task_of
+from p2pdiloco.rl.tools import sums_with_calculator
+from p2pdiloco.rollout.request import Token
 from p2pdiloco.spec import DataSpec, RlSpec, RunSpec, SyncSpec
 
 
@@ -24,6 +27,7 @@ def spec_of(**rl: object) -> RunSpec:
 def test_each_environment_has_its_task() -> None:
     assert task_of(spec_of(turns_max=3)) == Guess(turns_max=3)
     assert task_of(spec_of(environment="sums")) == Sums()
+    assert task_of(spec_of(environment="calculator")) == sums_with_calculator()
 
 
 def test_a_trajectory_has_as_many_tokens_as_a_sequence() -> None:
@@ -43,6 +47,26 @@ def test_its_conversations_ask_the_environment() -> None:
     conversation = rulebook_of(spec_of(), "run", 7).conversation(0)
     assert bytes(conversation.tokens).startswith(b"Guess 0 to 9")
     assert conversation.request().num_tokens_max == 1
+
+
+def test_a_tool_of_the_spec_answers_within_a_trajectory_that_checks_out() -> None:
+    spec = spec_of(environment="calculator", answer_tokens_max=16)
+    book = rulebook_of(spec, "run", 7)
+    conversation = book.conversation(0)
+    manual, _, question = bytes(conversation.tokens).decode().partition("\n")
+    a, b = question.removesuffix("=").split("+")
+    assert manual == "calc: 1+2 works out a sum."
+    conversation.answered(written(f"calc: {a}+{b}\n"))
+    told = f"{int(a) + int(b)}\n"
+    assert bytes(conversation.tokens).decode().endswith(f"calc: {a}+{b}\n{told}")
+    conversation.answered(written(told))
+    assert conversation.episode is not None
+    assert conversation.episode.reward == 1.0
+    assert story(conversation.episode, book) is None
+
+
+def written(answer: str) -> list[Token]:
+    return [Token(byte, -0.5, 7) for byte in answer.encode()]
 
 
 class _Splitting:
