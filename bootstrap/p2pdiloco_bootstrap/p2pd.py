@@ -56,7 +56,8 @@ class NetworkDaemon:
         while line := await self._read_line():
             if line.startswith("Peer ID:"):
                 return
-        await self._process.wait()
+        if await self._process.wait() < 0:  # by a signal: it has found nothing wrong itself
+            raise await self.wait_ended()
         raise _start_failed("\n".join(self._lines))
 
     async def _drain(self) -> None:
@@ -91,7 +92,9 @@ class NetworkDaemon:
 async def running_p2pd(
     arguments: Sequence[str], one_thread: bool = False
 ) -> AsyncIterator[NetworkDaemon]:
-    """p2pd, ready to be spoken to; UserError when it cannot start. It is gone afterwards."""
+    """p2pd, ready to be spoken to; UserError when it cannot start, `DaemonEnded` when it is killed
+    before it could. It is gone afterwards.
+    """
     with importlib.resources.as_file(
         importlib.resources.files("hivemind.hivemind_cli") / "p2pd"
     ) as binary:
