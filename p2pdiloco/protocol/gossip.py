@@ -45,8 +45,9 @@ from p2pdiloco.protocol.topology import ALONE, GossipPlan, Row, Topology
 from p2pdiloco.protocol.wire import Heartbeat, Link, Mixing
 
 OWN_PACE = 2
-"""A round ends when we have done so many times H steps, whatever the others have done: one that
-announces a learner and takes no steps must not hold us for ever.
+"""A round ends when we have done so many times H steps, and the median learner has had the time for
+as many, whatever the others have done: those that announce a learner and take no steps must not
+hold us for ever, and who is much faster than the others must not run away from them.
 """
 PATIENCE_S = 20.0
 """A partner that has our start of a due round, or fetches it, and does not say so is given up after
@@ -351,10 +352,14 @@ class Gossiper:
                 done.append(ahead[-1] or same)
         is_left = any(ahead) and 2 * ahead.count(True) >= len(ahead) - 1
         is_median = done.count(False) <= (len(done) - 1) // 2
-        is_due = is_left or is_median or mine >= OWN_PACE * due
+        is_due = is_left or is_median or self._is_past_own_pace(mine, due)
         if is_due and round_.due_since is None:
             round_.due_since = node.now
         return is_due
+
+    def _is_past_own_pace(self, mine: int, due: int) -> bool:
+        node, most = self.node, OWN_PACE * due
+        return mine >= most and mine * node.step_s >= most * node.swarm_step_s()
 
     def _give_up_the_late(self, round_: GossipRound) -> None:
         """A partner that has not begun the round by its end is left out; one whose start is on its

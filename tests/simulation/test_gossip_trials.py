@@ -149,6 +149,18 @@ def test_who_is_too_slow_for_the_quorum_costs_a_grace_window_and_does_not_drift_
     assert world.mixings.one_sided(0.0, 140.0) == 0
 
 
+def test_who_is_much_faster_than_the_others_mixes_with_them_all_the_same() -> None:
+    world = world_of(4, hypercube)
+    fast, *others = world.machines.values()
+    fast.learner.step_s /= 5
+    world.run(until=60.0)
+    for p in range(2):
+        rounds = [state.version for m in world.up if (state := m.replica[p])]
+        assert min(rounds) >= 8 and max(rounds) - min(rounds) <= 1
+    assert fast.node and {r.outcome for r in fast.node.state.rounds} == {"mixed"}
+    assert fast.learner.steps_total > 3 * max(m.learner.steps_total for m in others)
+
+
 def test_both_sides_of_a_partition_train_and_mix_again_afterwards() -> None:
     world = world_of(4, PAIRS)
     end = inflict(world, [(20.0, Partition((name(0), name(1)), 40.0))])

@@ -205,7 +205,16 @@ def test_a_partner_without_a_last_word_is_given_up_after_a_while() -> None:
 
 def test_a_swarm_that_takes_no_steps_does_not_hold_us() -> None:
     script = gossiping(B, C)
+    script.beat(B, C, heads=heads(3), step_s=0.5)
     assert not any(isinstance(a, FinishRound) for a in script.do(steps(2 * H - 1)))
+    done = script.do(steps(1))
+    assert {a.fragment for a in done if isinstance(a, FinishRound)} == {0, 1}
+
+
+def test_who_is_faster_than_the_others_waits_for_their_steps() -> None:
+    script = gossiping(B, C)
+    script.beat(B, C, heads=heads(3), step_s=5.0)
+    assert not any(isinstance(a, FinishRound) for a in script.do(steps(20 * H - 1)))
     done = script.do(steps(1))
     assert {a.fragment for a in done if isinstance(a, FinishRound)} == {0, 1}
 
