@@ -336,8 +336,9 @@ class Gossiper:
         return topology(node.me, [node.me, *members], round_number, self.plan.seed)
 
     def _is_due(self, register: Register, round_: GossipRound) -> bool:
-        """Whether the median learner that steps has done its part of the round, or half of the
-        others are in a later one.
+        """Whether the median learner that steps has done its part of the round, or most of the
+        others are in a later one. If half of them are, which may be a single one that claims it, we
+        do half of our part first.
         """
         node, p = self.node, register.index
         mine, due = node.local_steps(register), steps_due(node.config.times, p, register.version)
@@ -350,7 +351,9 @@ class Gossiper:
                 same = head.version == register.version and heartbeat.local_steps[p] >= due
                 ahead.append(head.version > register.version)
                 done.append(ahead[-1] or same)
-        is_left = any(ahead) and 2 * ahead.count(True) >= len(ahead) - 1
+        num_ahead, num_others = ahead.count(True), len(ahead) - 1
+        is_left = 2 * num_ahead > num_others
+        is_left |= num_ahead > 0 and 2 * num_ahead == num_others and 2 * mine >= due
         is_median = done.count(False) <= (len(done) - 1) // 2
         is_due = is_left or is_median or self._is_past_own_pace(mine, due)
         if is_due and round_.due_since is None:

@@ -259,6 +259,15 @@ def test_who_fell_behind_jumps_into_the_round_of_the_others() -> None:
     assert {(a.round, a.version) for a in finishes} == {(3, 9)}
 
 
+def test_one_of_two_others_that_claims_a_later_round_does_not_end_ours_at_once() -> None:
+    script = gossiping(B, C)
+    script.now += 0.5
+    script.beat(B, heads=heads(2**52))
+    assert not any(isinstance(a, FinishRound) for a in script.do(steps(2)))
+    finishes = [a for a in script.do(steps(H // 2 - 2)) if isinstance(a, FinishRound)]
+    assert {a.version for a in finishes} == {4}
+
+
 def test_nobody_is_led_far_astray() -> None:
     script = gossiping(B)
     script.now += 0.5
