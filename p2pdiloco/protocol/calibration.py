@@ -112,8 +112,12 @@ class _Cell:
         """Share of answers beyond the target; there must be some."""
         return 1.0 - bisect_right(self.ordered, target_s) / len(self.ordered)
 
-    def is_above_median(self, latency_s: float) -> bool:
-        return latency_s > self.ordered[len(self.ordered) // 2]
+    def side_of_median(self, latency_s: float) -> float:
+        """1 above it, 0 below. What equals it counts for both sides: where a clock is coarse, most
+        answers may.
+        """
+        median_s = self.ordered[len(self.ordered) // 2]
+        return 0.5 if latency_s == median_s else float(latency_s > median_s)
 
 
 class LatencyModel:
@@ -129,8 +133,8 @@ class LatencyModel:
         self._cells = {
             (level, syncing): _Cell() for level in range(LEVELS) for syncing in (False, True)
         }
-        self._newest: deque[tuple[Answer, bool]] = deque(maxlen=CHANGE_ANSWERS)
-        """Answers without a sync, and whether each was above the median of its level."""
+        self._newest: deque[tuple[Answer, float]] = deque(maxlen=CHANGE_ANSWERS)
+        """Answers without a sync, and on which side of the median of its level each was."""
 
     def add(self, answer: Answer) -> None:
         """First judges the bound by the answer, then learns from it."""
@@ -140,7 +144,7 @@ class LatencyModel:
             self.coverage[answer.syncing].add(answer.latency_s <= bound_s)
         cell = self._cells[level_of(answer.load), answer.syncing]
         if not answer.syncing and len(cell) >= ANSWERS_MIN:
-            self._newest.append((answer, cell.is_above_median(answer.latency_s)))
+            self._newest.append((answer, cell.side_of_median(answer.latency_s)))
             if self._has_changed():
                 self._relearn()
                 return
@@ -210,7 +214,7 @@ class LatencyModel:
     def _has_changed(self) -> bool:
         if len(self._newest) < CHANGE_ANSWERS:
             return False
-        above = sum(was_above for _, was_above in self._newest) / CHANGE_ANSWERS
+        above = sum(side for _, side in self._newest) / CHANGE_ANSWERS
         return above > CHANGE_SHARE or above < 1 - CHANGE_SHARE
 
     def _relearn(self) -> None:

@@ -119,6 +119,13 @@ def test_a_machine_that_has_changed_is_learnt_anew(slower: float) -> None:
     assert after_s == pytest.approx(slower * before_s, rel=0.35)
 
 
+def test_a_coarse_clock_is_no_change_of_the_machine() -> None:
+    model = LatencyModel()
+    for number in range(1000):
+        model.add(Answer(0.06 if number % 10 == 0 else 0.05, 0, False))
+    assert model.relearned == 0
+
+
 def test_it_is_noticed_within_a_few_hundred_answers() -> None:
     model, rng = LatencyModel(), random.Random(5)
     serve(model, rng, 4000)
