@@ -85,8 +85,13 @@ class _Swap:
     theirs: dict[PeerId, Vector] = field(default_factory=dict)
 
     def exchanged(self) -> dict[PeerId, Exchanged]:
-        both = [peer for peer in self.theirs if peer in self.arrived]
-        return {peer: Exchanged(self.theirs[peer], self.arrived[peer]) for peer in both}
+        """A partner may have ours from before this process was started: then, but for what the
+        codec lost, it has what we hold.
+        """
+        return {
+            peer: Exchanged(theirs, self.arrived.get(peer, self.own))
+            for peer, theirs in self.theirs.items()
+        }
 
 
 class Mixing:
@@ -166,6 +171,12 @@ class Mixing:
         swap = self._swaps.get((mix.fragment, mix.part))
         return swap if swap and swap.mix == mix else None
 
+    def _offered(self, mix: MixId) -> _Swap:
+        """StaleBaseError if the state that it was of has been replaced meanwhile."""
+        if swap := self._swap(mix):
+            return swap
+        raise StaleBaseError(f"the values of {mix} are kept no more")
+
     def _encode(self, swap: _Swap, peer: PeerId, held: int | None) -> Coded:
         mix, settings = swap.mix, self._settings
         if mix.part == "outer":
@@ -206,10 +217,7 @@ class Mixing:
 
     async def change(self, mix: MixId, row: Row) -> Vector:
         """What the partners' values change of ours."""
-        swap = self._swap(mix)
-        if swap is None:
-            raise StaleBaseError(f"the values of {mix} are kept no more")
-        return await self._holdings.compute(self._change, swap, row)
+        return await self._holdings.compute(self._change, self._offered(mix), row)
 
     @staticmethod
     def _change(swap: _Swap, row: Row) -> Vector:
@@ -248,7 +256,8 @@ class Mixing:
         """All of a group mix the same vectors: ours is what the others decode. What is not mixed
         stays as it was.
         """
-        start, wire = self._swaps[mix.fragment, "start"].own, self._settings.outer_wire
+        start = self._offered(MixId(mix.fragment, mix.round, "start")).own
+        wire = self._settings.outer_wire
         part = self._outer_part(mix.fragment)
         gradient = start - local
         payload = encode(part.take(gradient), wire)
@@ -264,7 +273,7 @@ class Mixing:
     def _finish_cut(self, action: FinishRound) -> FragmentState:
         p, settings = action.fragment, self._settings
         state, mixed = self._mixed_start(action)
-        swap = self._swaps[p, "outer"]
+        swap = self._offered(MixId(p, action.round, "outer"))
         assert action.outers
         part, mine = self._outer_part(p), {settings.me: swap.own}
         mixed_part = mix_gradients(
@@ -281,7 +290,8 @@ class Mixing:
         return self._settings.outer_parts[fragment]
 
     def _mixed_start(self, action: FinishRound) -> tuple[FragmentState, Vector]:
-        state, exchanged = self._base(action), self._swaps[action.fragment, "start"].exchanged()
+        state = self._base(action)
+        exchanged = self._offered(MixId(action.fragment, action.round, "start")).exchanged()
         require_sound(state)
         counted = [exchanged[peer] for peer in action.starts.partners if peer in exchanged]
         if counted:

@@ -11,12 +11,15 @@ from virtual_clock import run_virtual
 
 from p2pdiloco.compress.codec import encode
 from p2pdiloco.errors import PeerError
+from p2pdiloco.protocol.actions import FinishRound
 from p2pdiloco.protocol.naming import MixId
+from p2pdiloco.protocol.topology import Row
 from p2pdiloco_bootstrap.shelf import MixVector
 from p2pdiloco_daemon.mixing import Mixing
-from p2pdiloco_daemon.storage.replica import make_state
+from p2pdiloco_daemon.storage.replica import StaleBaseError, make_state
 
 P = 0
+HALVES = Row(0.5, {B: 0.5})
 SIZE = FRAGMENTS[P].size
 
 
@@ -71,6 +74,34 @@ def test_who_names_what_it_was_never_sent_gets_the_whole(tmp_path: Path) -> None
         for held in (None, 7):
             vector = await ours.vector_for(B, start(1), held)
             assert vector and vector.held is None
+
+    play(tmp_path, scenario)
+
+
+def test_a_partner_that_has_ours_from_before_a_restart_is_mixed_with_at_both_ends(
+    tmp_path: Path,
+) -> None:
+    async def scenario(ours: Mixing, _: Mixing) -> None:
+        hold(ours, 1)
+        own = ours._swaps[P, "start"].own
+        await ours.take(start(1), B, MixVector(None, encode(own + np.float32(0.2), "int8")), None)
+        mixed = ours._mixed_start(FinishRound(P, 1, 2, HALVES, None))[1]
+        assert np.abs(mixed - own - 0.1).max() < 0.01
+
+    play(tmp_path, scenario)
+
+
+def test_a_round_whose_state_was_replaced_is_not_finished(tmp_path: Path) -> None:
+    async def scenario(ours: Mixing, _: Mixing) -> None:
+        hold(ours, 1)
+        outer = MixId(P, 1, "outer")
+        await ours.cut(outer, GENESIS[P].anchor, (B,))
+        ours.open(start(1), (B,))
+        with pytest.raises(StaleBaseError):
+            await ours.finish_cut(FinishRound(P, 1, 2, HALVES, HALVES))
+        hold(ours, 2)
+        with pytest.raises(StaleBaseError):
+            await ours.cut(outer, GENESIS[P].anchor, (B,))
 
     play(tmp_path, scenario)
 
