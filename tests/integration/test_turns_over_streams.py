@@ -4,7 +4,6 @@ import asyncio
 import tempfile
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import cast
 
 import pytest
 
@@ -15,7 +14,6 @@ from p2pdiloco_daemon.exchange import Unreachable
 from p2pdiloco_daemon.rl.client import asking_workers
 from p2pdiloco_daemon.rl.routes import RolloutRoutes
 from p2pdiloco_daemon.rollouts.held_turns import Played
-from p2pdiloco_daemon.rollouts.worker import Rollouts
 
 pytestmark = pytest.mark.loopback
 
@@ -28,6 +26,7 @@ class Worker:
     """Answers a turn with its history once all are there; those of step 6 never."""
 
     version = 5
+    num_unsent = 0
 
     def __init__(self) -> None:
         self._all_asked = asyncio.Event()
@@ -38,6 +37,9 @@ class Worker:
         return Load(
             num_rows=1, cache_tokens=1, prefill_tokens_per_s=1.0, token_s=((1, 0.5),), held=()
         )
+
+    def held(self, step: int, trajectory: int) -> None:
+        return None
 
     async def play(self, turn: TurnId, history: bytes, *, dispatched: bool = True) -> Played:
         self._num_asked += 1
@@ -69,9 +71,7 @@ def test_many_turns_go_over_one_stream_and_end_with_it() -> None:
             )
             asking = await stack.enter_async_context(open_host(second))
             worker, app = Worker(), new_application(1 << 16)
-            routes = RolloutRoutes(
-                lambda: cast("Rollouts", worker), Traffic(), lambda: asking.peer_id
-            )
+            routes = RolloutRoutes(lambda: worker, Traffic(), lambda: asking.peer_id)
             routes.add_to(app)
             await stack.enter_async_context(serving.serving(app))
             peer = serving.peer_id

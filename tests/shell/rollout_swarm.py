@@ -101,6 +101,7 @@ class Worker:
     check_s: float = 0.01
     is_up: bool = True
     version: int = 0
+    num_unsent: int = 0
     kept: dict[int, tuple[int, bool]] = field(default_factory=dict)
     """By trajectory of the present step: turns that it holds, and whether that is the end."""
     handed: set[int] = field(default_factory=set)
@@ -128,7 +129,7 @@ class Worker:
             held=held,
         )
 
-    async def play(self, turn: TurnId, history: bytes) -> Played:
+    async def play(self, turn: TurnId, history: bytes, *, dispatched: bool = True) -> Played:
         if not self.is_up:
             raise RolloutsBusy("the rollout worker is starting")
         if turn.step != self.version:

@@ -5,7 +5,6 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import cast
 
 import aiohttp
 from aiohttp import web
@@ -36,7 +35,6 @@ from p2pdiloco_daemon.rl.dispatcher import Dispatcher
 from p2pdiloco_daemon.rl.routes import RolloutRoutes
 from p2pdiloco_daemon.rl.share_desk import ShareDesk
 from p2pdiloco_daemon.rl.turn_wire import LOAD_PATH, TURNS_PATH, LoadReport, pack
-from p2pdiloco_daemon.rollouts.worker import Rollouts
 
 ALL = list(range(NUM_TRAJECTORIES))
 
@@ -87,8 +85,7 @@ class Member:
 
 def served(member: Member) -> web.Application:
     app = new_application(1 << 16)
-    worker = cast("Rollouts", member.worker)
-    RolloutRoutes(lambda: worker, Traffic(), lambda: PLAIN_TCP).add_to(app)
+    RolloutRoutes(lambda: member.worker, Traffic(), lambda: PLAIN_TCP).add_to(app)
     member.desk.add_to(app.router)
     return app
 

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import cast
 
 import aiohttp
 import msgpack
@@ -21,7 +20,6 @@ from p2pdiloco_daemon.rl.routes import OTHERS_MAX, UNSENT_OTHERS_MAX, RolloutRou
 from p2pdiloco_daemon.rl.turn_wire import TURNS_PATH, Ask, Withdraw, pack
 from p2pdiloco_daemon.rollouts.held_turns import Played
 from p2pdiloco_daemon.rollouts.trajectories import HISTORY_BYTES_MAX, RolloutsBusy, TurnRefused
-from p2pdiloco_daemon.rollouts.worker import Rollouts
 
 pytestmark = pytest.mark.loopback
 
@@ -74,9 +72,7 @@ class Worker:
 async def serving(worker: Worker | None, dispatcher: str = PLAIN_TCP) -> AsyncIterator[str]:
     """The URL of a node with this worker; who asks here is the dispatcher, unless it is another."""
     app = new_application(1 << 16)
-    routes = RolloutRoutes(
-        lambda: cast("Rollouts | None", worker), Traffic(), dispatcher=lambda: dispatcher
-    )
+    routes = RolloutRoutes(lambda: worker, Traffic(), dispatcher=lambda: dispatcher)
     routes.add_to(app)
     async with serving_on_tcp(app) as url:
         yield url

@@ -12,13 +12,14 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from typing import Protocol
 
 import aiohttp
 from aiohttp import web
 
 from p2pdiloco.errors import PeerError
 from p2pdiloco.protocol.naming import sentence
-from p2pdiloco.protocol.turns import Load
+from p2pdiloco.protocol.turns import Load, TurnId
 from p2pdiloco_bootstrap.serving import Traffic, send_body, sender
 from p2pdiloco_daemon.rl.turn_wire import (
     FRAME_BYTES_MAX,
@@ -40,7 +41,6 @@ from p2pdiloco_daemon.rollouts.trajectories import (
     RolloutsBusy,
     TurnRefused,
 )
-from p2pdiloco_daemon.rollouts.worker import Rollouts
 
 HEARTBEAT_S = 20.0
 """Between pings; an asker that leaves one unanswered for half of it has gone."""
@@ -59,13 +59,25 @@ _KIND = "rollouts"
 """Of the bytes in `Traffic`."""
 
 
+class ServedWorker(Protocol):
+    """Of a `p2pdiloco_daemon.rollouts.worker.Rollouts`, what is asked here."""
+
+    @property
+    def version(self) -> int | None: ...
+    @property
+    def num_unsent(self) -> int: ...
+    def load(self) -> Load | None: ...
+    def held(self, step: int, trajectory: int) -> Played | None: ...
+    async def play(self, turn: TurnId, history: bytes, *, dispatched: bool = True) -> Played: ...
+
+
 class RolloutRoutes:
     """`rollouts` gives the node's worker, or None while there is none; `dispatcher` whose step it
     is in the eyes of this node."""
 
     def __init__(
         self,
-        rollouts: Callable[[], Rollouts | None],
+        rollouts: Callable[[], ServedWorker | None],
         traffic: Traffic,
         dispatcher: Callable[[], str | None],
     ) -> None:
@@ -129,7 +141,7 @@ class RolloutRoutes:
         finally:
             self._num_others -= 1
 
-    def _serving(self) -> tuple[Rollouts, Load]:
+    def _serving(self) -> tuple[ServedWorker, Load]:
         rollouts = self._rollouts()
         load = rollouts.load() if rollouts else None
         if rollouts is None or load is None:
@@ -149,7 +161,7 @@ class _Desk:
         self,
         request: web.Request,
         socket: web.WebSocketResponse,
-        rollouts: Rollouts,
+        rollouts: ServedWorker,
         traffic: Traffic,
         plays: asyncio.TaskGroup,
         place: Callable[[], AbstractContextManager[bool]],
