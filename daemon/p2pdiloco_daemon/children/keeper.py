@@ -61,7 +61,7 @@ class ChildKeeper(ABC, Generic[C, M]):
 
     async def keep_alive(self) -> None:
         """One life after the other, until `stop`."""
-        deaths, loop = 0, asyncio.get_running_loop()
+        deaths, delay_s, loop = 0, 0.0, asyncio.get_running_loop()
         try:
             while not self._stopping.is_set():
                 started = loop.time()
@@ -69,7 +69,7 @@ class ChildKeeper(ABC, Generic[C, M]):
                 if self._stopping.is_set():
                     break
                 deaths = 1 if loop.time() - started >= HEALTHY_S else deaths + 1
-                delay_s = min(2.0 ** (deaths - 1), RESTART_DELAY_MAX_S)
+                delay_s = min(1.0 if deaths == 1 else 2 * delay_s, RESTART_DELAY_MAX_S)
                 if deaths >= CRASH_LOOP_DEATHS:
                     reason = f"crash loop, {deaths} deaths in a row: {reason}"
                 self._tell_death(reason, delay_s)
