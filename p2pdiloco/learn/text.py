@@ -39,7 +39,8 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """One token per byte; decoding shows bytes that are not UTF-8 as replacement characters."""
+    """One token per byte. Decoding shows bytes that are not UTF-8 as replacement characters, and so
+    tokens that are no byte: a model may have more than there are bytes."""
 
     vocabulary_size = 256
 

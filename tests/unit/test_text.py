@@ -124,6 +124,10 @@ def test_bytes_per_token_are_counted_on_the_held_out_text() -> None:
     assert text.tokens.dtype == np.uint16
 
 
+def test_a_token_that_is_no_byte_is_shown_as_one_that_is_no_text() -> None:
+    assert ByteTokenizer().decode([72, 256, 105]) == "H\N{REPLACEMENT CHARACTER}i"
+
+
 def test_files_and_directories_are_read_in_order(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "b.txt").write_bytes(b"b" * HELD_OUT_EVERY * BLOCK_BYTES)
