@@ -25,12 +25,14 @@ Worker = TypeVar("Worker")
 
 
 def probe_batch(text: Text, sequence_length: int, num_sequences: int) -> torch.Tensor:
-    """int64 [num_sequences, sequence_length] of held-out text, the same on every node that has the
-    same text: the beginnings of blocks spread evenly over what is held out.
+    """int64 [num_sequences, S] of held-out text, the same on every node that has the same text: the
+    beginnings of blocks spread evenly over what is held out. S is shorter than `sequence_length`
+    only where a block has fewer tokens.
     """
+    width = min(sequence_length, *(len(part) for part in text.held_out))
     blocks = np.linspace(0, len(text.held_out) - 1, num_sequences).astype(int)
     starts = [text.held_out[block].start for block in blocks]
-    rows = [text.tokens[start : start + sequence_length] for start in starts]
+    rows = [text.tokens[start : start + width] for start in starts]
     return torch.from_numpy(np.stack(rows).astype(np.int64))
 
 

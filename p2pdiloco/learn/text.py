@@ -48,7 +48,7 @@ class ByteTokenizer:
         return np.frombuffer(text, np.uint8)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return bytes(tokens).decode(errors="replace")
+        return bytes(min(token, 0xFF) for token in tokens).decode(errors="replace")
 
 
 class HubTokenizer:
@@ -152,7 +152,8 @@ def open_tokenizer(spec: DataSpec) -> Tokenizer:
 
 
 def split_text(text: bytes, tokenizer: Tokenizer) -> Text:
-    """Cuts the text into training and held-out parts and tokenizes each part on its own."""
+    """Cuts the text into training and held-out parts and tokenizes each part on its own. A held-out
+    block that is less than two tokens has nothing to predict and is left out."""
     num_blocks = len(text) // BLOCK_BYTES
     if num_blocks < HELD_OUT_EVERY:
         raise UserError(
@@ -165,11 +166,21 @@ def split_text(text: bytes, tokenizer: Tokenizer) -> Text:
     ]
     borders = np.cumsum([0] + [len(tokens) for _, tokens, _ in parts]).tolist()
     ranges = [range(start, stop) for start, stop in pairwise(borders)]
+    measured = [
+        (r, num_bytes)
+        for r, (held_out, _, num_bytes) in zip(ranges, parts, strict=True)
+        if held_out and len(r) > 1
+    ]
+    if not measured:
+        raise UserError(
+            "the tokenizer makes nothing of what is held out of the text; expected text that it "
+            "knows: look at data.tokenizer and at where the text comes from"
+        )
     return Text(
         tokens=np.concatenate([tokens for _, tokens, _ in parts]),
         training=tuple(r for r, part in zip(ranges, parts, strict=True) if not part[0]),
-        held_out=tuple(r for r, part in zip(ranges, parts, strict=True) if part[0]),
-        held_out_bytes=sum(num_bytes for held_out, _, num_bytes in parts if held_out),
+        held_out=tuple(r for r, _num_bytes in measured),
+        held_out_bytes=sum(num_bytes for _r, num_bytes in measured),
     )
 
 

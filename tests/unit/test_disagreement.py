@@ -53,3 +53,9 @@ def test_the_probe_is_held_out_text_and_always_the_same() -> None:
     held_out = [text.tokens[part.start : part.start + 16].tolist() for part in text.held_out]
     assert all(row in held_out for row in probe.tolist())
     assert torch.equal(probe, probe_batch(text, 16, 3))
+
+
+def test_a_probe_of_long_sequences_is_held_out_text_too() -> None:
+    blocks = (bytes([number]) * 4096 for number in range(100))
+    text = split_text(b"".join(blocks), ByteTokenizer())
+    assert probe_batch(text, 5000, 2).tolist() == [[49] * 4096, [99] * 4096]

@@ -128,6 +128,31 @@ def test_a_token_that_is_no_byte_is_shown_as_one_that_is_no_text() -> None:
     assert ByteTokenizer().decode([72, 256, 105]) == "H\N{REPLACEMENT CHARACTER}i"
 
 
+class LetterTokenizer:
+    """A token for each byte that is no space."""
+
+    vocabulary_size = 256
+
+    def encode(self, text: bytes) -> list[int]:
+        return list(text.replace(b" ", b""))
+
+    def decode(self, tokens: object) -> str:
+        raise NotImplementedError
+
+
+def test_a_held_out_block_without_tokens_is_left_out() -> None:
+    content = bytearray(numbered_text(150))
+    content[49 * BLOCK_BYTES : 50 * BLOCK_BYTES] = b" " * BLOCK_BYTES
+    text = split_text(bytes(content), LetterTokenizer())
+    assert [text.tokens[part.start] for part in text.held_out] == [99, 149]
+    assert text.held_out_bytes_per_token == 1.0
+
+
+def test_a_text_that_the_tokenizer_makes_nothing_of_is_refused() -> None:
+    with pytest.raises(UserError, match="makes nothing of what is held out"):
+        split_text(b" " * HELD_OUT_EVERY * BLOCK_BYTES, LetterTokenizer())
+
+
 def test_files_and_directories_are_read_in_order(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "b.txt").write_bytes(b"b" * HELD_OUT_EVERY * BLOCK_BYTES)
