@@ -53,7 +53,7 @@ def sample_text(
 
     Each token is drawn after a whole forward pass over the last `sequence_length` tokens: slow, but
     the same on every model, and always with all the context the model was trained for. UserError
-    where the model's predictions are no numbers.
+    where the model's predictions are no numbers, or the prompt has no tokens.
     """
     device = next(model.parameters()).device
     was_training = model.training
@@ -61,6 +61,8 @@ def sample_text(
     generator = torch.Generator().manual_seed(seed)
     tokens = [int(token) for token in tokenizer.encode(prompt.encode() or b"\n")]
     num_prompt = len(tokens)
+    if not tokens:
+        raise UserError(f"the tokenizer makes nothing of the prompt {prompt!r:.80}; give another")
     try:
         for _ in range(num_tokens):
             window = torch.tensor([tokens[-sequence_length:]], device=device)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -87,3 +88,15 @@ def test_a_model_whose_weights_are_no_numbers_writes_a_sentence(
     with pytest.raises(UserError, match="expected a finite number; its training has diverged"):
         sample_text(model, ByteTokenizer(), "abc", 6, SEQUENCE, temperature=temperature)
     assert model.training
+
+
+class NoTokenizer(ByteTokenizer):
+    """Makes no tokens of anything."""
+
+    def encode(self, text: bytes) -> npt.NDArray[np.uint8]:
+        return np.empty(0, np.uint8)
+
+
+def test_a_prompt_without_tokens_is_answered_with_a_sentence() -> None:
+    with pytest.raises(UserError, match="makes nothing of the prompt ' '"):
+        sample_text(Uniform(), NoTokenizer(), " ", 6, SEQUENCE)
