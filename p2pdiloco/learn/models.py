@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from pydantic import JsonValue
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
 from p2pdiloco.errors import UserError
@@ -150,7 +151,7 @@ def _load_checkpoint(source: str, sequence_length: int) -> torch.nn.Module:
             use_safetensors=True,
             trust_remote_code=False,
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError, StrictDataclassError) as error:
         raise UserError(
             f"model.checkpoint {source!r} cannot be loaded: {_shortened(error)}"
         ) from error

@@ -1,5 +1,6 @@
 """Models from specs."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,20 @@ def test_a_model_is_built_again_from_its_configuration_alone(spec: ModelSpec) ->
 def test_bad_specs_say_what_is_wrong(spec: ModelSpec, message: str) -> None:
     with pytest.raises(UserError, match=message):
         build_model(spec, 0, 64)
+
+
+def test_a_checkpoint_that_was_cut_off_is_refused(tmp_path: Path) -> None:
+    build_model(ModelSpec(config=UNTIED), 0, 64).save_pretrained(tmp_path)  # type: ignore[operator]
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    with pytest.raises(UserError, match="cannot be loaded: Error while deserializing header"):
+        build_model(ModelSpec(checkpoint=str(tmp_path)), 0, 64)
+
+
+def test_a_checkpoint_whose_config_is_none_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(UNTIED | {"hidden_size": "wide"}))
+    with pytest.raises(UserError, match="cannot be loaded: Validation error"):
+        build_model(ModelSpec(checkpoint=str(tmp_path)), 0, 64)
 
 
 def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
