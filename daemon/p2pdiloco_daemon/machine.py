@@ -140,7 +140,8 @@ class Processors:
         return min(1.0, max(0.0, (total_s - idle_s - own_s) / total_s))
 
     def _read(self) -> tuple[float, float, float]:
-        """Seconds of all processors: in all, idle, and used by this daemon and what it started."""
+        """Seconds of all processors: in all, idle, and used by this daemon and what it started, of
+        that also what has ended."""
         times = psutil.cpu_times()
         own_s = 0.0
         for process in (self._own, *self._own.children(recursive=True)):
@@ -148,7 +149,7 @@ class Processors:
                 used = process.cpu_times()
             except psutil.Error:  # it has just ended
                 continue
-            own_s += used.user + used.system
+            own_s += used.user + used.system + used.children_user + used.children_system
         return sum(times[:8]), times.idle + getattr(times, "iowait", 0.0), own_s
 
 

@@ -4,7 +4,9 @@ import asyncio
 import errno
 import json
 import os
+from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -85,6 +87,31 @@ def test_an_answer_was_disturbed_if_anything_moved_or_was_computed_meanwhile() -
 def test_the_share_of_other_programs_is_a_share() -> None:
     processors = Processors()
     assert 0 <= processors.share_of_others() <= 1
+
+
+def test_what_a_child_used_is_not_that_of_others_once_it_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The learner has used 50 s of a core when it dies, in a second without other work."""
+    scputimes = namedtuple("scputimes", ["user", "system", "idle"])
+    pcputimes = namedtuple("pcputimes", ["user", "system", "children_user", "children_system"])
+    learner = SimpleNamespace(cpu_times=lambda: pcputimes(48.0, 2.0, 0.0, 0.0))
+    living, ended_s = [learner], 0.0
+
+    class Daemon:
+        def children(self, *, recursive: bool) -> list[SimpleNamespace]:
+            return living
+
+        def cpu_times(self) -> tuple[float, ...]:
+            return pcputimes(1.0, 0.0, ended_s, 0.0)
+
+    now_s = 100.0
+    monkeypatch.setattr(psutil, "Process", Daemon)
+    monkeypatch.setattr(psutil, "cpu_times", lambda: scputimes(51.0, 0.0, now_s - 51.0))
+    processors = Processors()
+    living.clear()
+    now_s, ended_s = 101.0, 50.0
+    assert processors.share_of_others() == 0
 
 
 def test_a_machine_that_does_not_tell_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
