@@ -20,7 +20,7 @@ from p2pdiloco.rollout.cache import Cache
 from p2pdiloco.rollout.costs import WIDTHS, CostTable, Reliability, Searching, paying_lengths
 from p2pdiloco.rollout.lean import lean_pass
 from p2pdiloco.rollout.pace import Pace
-from p2pdiloco.rollout.packed import Segment, forward, in_pass_order, prepare
+from p2pdiloco.rollout.packed import Segment, forward, in_pass_order, num_positions, prepare
 from p2pdiloco.rollout.request import Finish, Progress, Request, Running, Token
 from p2pdiloco.rollout.rows import Rows
 from p2pdiloco.rollout.sampling import Choice, Sampling, decide, noise_key
@@ -32,7 +32,7 @@ DRAFT_TOKENS_MAX = 32
 """Longer drafts hardly ever hold to the end, and drafting takes time too."""
 
 CALIBRATION_TOKENS = 256
-"""Context of the steps that are timed. Work at other lengths corrects the table."""
+"""Context of the steps that are timed, at most. Work at other lengths corrects the table."""
 _TRIALS = 3
 """The fastest counts: other programs only ever slow a step down."""
 
@@ -116,8 +116,8 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Queues a request. `QueueFull` if too many wait, `ValueError` if it can never run."""
-        positions: int | None = getattr(self.model.config, "max_position_embeddings", None)
-        if positions is not None and request.length_max > positions:
+        positions = num_positions(self.model)
+        if request.length_max > positions:
             raise ValueError(
                 f"request {request.id!r} may grow to {request.length_max} tokens, but the model"
                 f" knows {positions} positions; shorten the prompt or ask for fewer tokens"
@@ -239,7 +239,9 @@ class Engine:
         self.cache.prefixes.clear()
         self.cache.rows.resize(batches[-1], length)
         self.costs.measure(batches, self._trial_seconds)
-        num_prompt_tokens = min(self._limits.chunk_tokens, CALIBRATION_TOKENS)
+        num_prompt_tokens = min(
+            self._limits.chunk_tokens, CALIBRATION_TOKENS, num_positions(self.model)
+        )
         self.pace.prefilled(num_prompt_tokens, self._prompt_seconds(num_prompt_tokens))
         self.cache.rows.resize(0, 0)
 
@@ -253,7 +255,11 @@ class Engine:
             self.pace.prefilled(num_tokens, seconds)
 
     def _trial_seconds(self, batch: int, width: int) -> float:
-        segments = [Segment(row, CALIBRATION_TOKENS, [0] * width) for row in range(batch)]
+        """As far as the model has positions: with less context, and at last with fewer tokens."""
+        positions = num_positions(self.model)
+        width = min(width, positions)
+        start = min(CALIBRATION_TOKENS, positions - width)
+        segments = [Segment(row, start, [0] * width) for row in range(batch)]
         samplings, keys = [Sampling()] * (batch * width), [0] * (batch * width)
         seconds = []
         for _ in range(_TRIALS):

@@ -13,6 +13,7 @@ Shapes: T new tokens of the pass, R rows of a group, W its width, L its longest 
 K key-value heads, D head size, V vocabulary.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -145,6 +146,13 @@ def prepare(model: PreTrainedModel) -> None:
     AttentionInterface.register(ATTENTION, _attention)
     model.set_attn_implementation(ATTENTION)
     model.eval().requires_grad_(False)
+
+
+def num_positions(model: PreTrainedModel) -> int:
+    """Tokens of the longest sequence that the model has positions for. Some have learnt a vector of
+    each, and know none beyond."""
+    known: int | None = getattr(model.config, "max_position_embeddings", None)
+    return known or sys.maxsize
 
 
 def forward(

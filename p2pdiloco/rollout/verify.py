@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
+from p2pdiloco.rollout.packed import num_positions
 from p2pdiloco.rollout.sampling import Choice, Sampling, decide
 
 SAFETY = 8.0
@@ -66,7 +67,8 @@ class Referee:
     def probe(self) -> None:
         """Widens the margin to what the present weights need. Call it when weights have changed."""
         vocabulary: int = self._model.config.vocab_size
-        tokens = [i * 7919 % vocabulary for i in range(_PROBE_TOKENS)]
+        num_tokens = min(_PROBE_TOKENS, num_positions(self._model))
+        tokens = [i * 7919 % vocabulary for i in range(num_tokens)]
         exact_TV = canonical_logits(self._model, tokens)
         rounded_TV = self._rounded_logits(tokens)
         self._learn((exact_TV - rounded_TV).abs().max().item())

@@ -4,6 +4,7 @@ from itertools import count
 import pytest
 import torch
 from rollout_builders import (
+    VOCABULARY,
     drain,
     generate,
     requests,
@@ -12,6 +13,7 @@ from rollout_builders import (
     tokens_by_the_rule,
     tokens_of,
 )
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from p2pdiloco.rollout.engine import Engine, Limits
 from p2pdiloco.rollout.request import Finish, QueueFull, Request, Token
@@ -151,6 +153,16 @@ def test_a_calibrated_engine_gives_the_same_tokens() -> None:
     assert engine.costs.batches == [1, 2, 4, 8]
     assert engine.cache.rows.num_slots == 0
     assert tokens_of(generate(engine, wanted)) == tokens_of(generate(small_engine(), wanted))
+
+
+@pytest.mark.parametrize("positions", [8, 64])
+def test_a_model_that_learnt_its_positions_is_timed_within_them(positions: int) -> None:
+    config = GPT2Config(n_embd=8, n_layer=1, n_head=2, n_positions=positions, vocab_size=VOCABULARY)
+    config.bos_token_id = config.eos_token_id = None
+    ticks = count()
+    engine = Engine(GPT2LMHeadModel(config), Limits(num_rows_max=2), lambda: next(ticks) / 1000)
+    engine.calibrate()
+    assert engine.costs.batches == [1, 2]
 
 
 def test_a_second_turn_computes_only_what_is_new() -> None:
