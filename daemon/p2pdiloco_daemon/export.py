@@ -96,10 +96,10 @@ def write_checkpoint(
         model.save_pretrained(unfinished)  # type: ignore[operator]
         _tokenizer(spec.data).save_pretrained(unfinished)
         unfinished.replace(directory)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise UserError(
-            f"{directory} cannot be written: {error.strerror}; make room, or choose another place"
+            f"{directory} cannot be written: {error}; make room, or choose another place"
         ) from error
 
 
