@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 MESSAGE_BYTES_MAX = 1 << 20
-"""The largest message is `Start` with a run spec, itself at most 256 KiB, in it."""
+"""The largest have an episode in them: 12 bytes for each of at most 65536 tokens, and the rest. A
+run spec, in `Start`, has at most 256 KiB."""
 
 _LENGTH_BYTES = 4
 
