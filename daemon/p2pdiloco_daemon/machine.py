@@ -68,13 +68,22 @@ _REPORT = TypeAdapter(ServedReport)
 
 
 class ServedLog:
-    """Keeps what was reported until the pacer is told."""
+    """Keeps what was reported until the pacer is told. `busy` is how many seconds of answers were
+    given per second.
+
+    Reports come about once a second, and the pacer is told as often, but not in step: a second
+    without a report is as busy as the last one with one.
+    """
 
     def __init__(self) -> None:
         self._target_s = self._load = 0.0
         self._answers: deque[tuple[float, ServedAnswer]] = deque(maxlen=ANSWERS_MAX)
         """(when it was answered, answer)"""
         self._heard_at: float | None = None
+        self._reported = False
+        self._passed_s = 0.0
+        """Since the pacer was last told of a report."""
+        self._rate = self.busy = 0.0
 
     def take(self, body: bytes) -> None:
         """A report in JSON; UserError for anything else."""
@@ -86,19 +95,26 @@ class ServedLog:
             raise UserError(f"{where}: {first['msg']}") from error
         now = asyncio.get_running_loop().time()
         self._target_s, self._load, self._heard_at = report.target_s, report.load, now
+        self._reported = True
         self._answers.extend((now - answer.seconds_ago, answer) for answer in report.answers)
 
     def since_last(self, now: float, spent_s: float, syncs: "SyncSpans") -> Served | None:
         """What was served in the last `spent_s`; None when nobody serves here."""
         if self._heard_at is None or now > self._heard_at + SILENT_S:
             self._answers.clear()
+            self._passed_s = self._rate = self.busy = 0.0
             return None
         answers = tuple(
             Answer(a.latency_s, a.load, syncs.overlap(at - a.latency_s, at))
             for at, a in self._answers
         )
         self._answers.clear()
-        return Served(self._target_s, self._load, len(answers) / spent_s, answers)
+        self._passed_s += spent_s
+        if self._reported:
+            self._rate = len(answers) / self._passed_s
+            self.busy = sum(answer.latency_s for answer in answers) / self._passed_s
+            self._reported, self._passed_s = False, 0.0
+        return Served(self._target_s, self._load, self._rate, answers)
 
 
 class SyncSpans:
@@ -177,7 +193,7 @@ async def measure_machine(
         owner = await asyncio.to_thread(processors.share_of_others)  # it looks at all processes
         pressure = Pressure(
             link=_link(traffic, now),
-            serving=_serving(answers, now - told_at),
+            serving=min(1.0, served.busy),  # 1 for more than one at once
             checkpoint=1.0 if saving else 0.0,
             owner=owner,
         )
@@ -195,10 +211,3 @@ def _link(traffic: Traffic, now: float) -> float:
     uplink = traffic.uplink
     used = uplink.sent_per_s(now) / uplink.carried if uplink.carried else 0.0
     return min(1.0, max(used, uplink.delay_s(now) / DELAY_S))
-
-
-def _serving(served: Served | None, spent_s: float) -> float:
-    """The share of the time in which something was being answered, at most 1 for more at once."""
-    if served is None:
-        return 0.0
-    return min(1.0, sum(answer.latency_s for answer in served.answers) / spent_s)

@@ -40,7 +40,26 @@ def test_answers_are_told_once_with_their_rate() -> None:
         log.take(report((0.5, 0.1, 1), (0.2, 0.3, 2)))
         answers = (Answer(0.1, 1, False), Answer(0.3, 2, False))
         assert log.since_last(now(), 2.0, SyncSpans()) == Served(0.2, 3, 1.0, answers)
+        log.take(report())
         assert log.since_last(now(), 1.0, SyncSpans()) == Served(0.2, 3, 0.0)
+
+    run_virtual(scenario())
+
+
+def test_a_second_without_a_report_is_no_quiet_one() -> None:
+    async def scenario() -> None:
+        log, now = ServedLog(), asyncio.get_running_loop().time
+        for _ in range(2):
+            log.take(report((0.5, 0.1, 1), (0.2, 0.3, 2)))
+            told = log.since_last(now(), 1.0, SyncSpans())
+            assert told and told.rate == 2.0 and log.busy == pytest.approx(0.4)
+            told = log.since_last(now(), 1.0, SyncSpans())
+            assert told == Served(0.2, 3, 2.0) and log.busy == pytest.approx(0.4)
+            log.take(report((0.5, 0.1, 1), (0.2, 0.3, 2)))
+            told = log.since_last(now(), 1.0, SyncSpans())
+            assert told and told.rate == 1.0 and log.busy == pytest.approx(0.2)
+        await asyncio.sleep(SILENT_S + 1)
+        assert log.since_last(now(), 1.0, SyncSpans()) is None and log.busy == 0
 
     run_virtual(scenario())
 
