@@ -247,7 +247,7 @@ class Reporter:
                 return f"No other node can be reached; {idle}."
             case view.NodeState.ISOLATED:
                 return (
-                    "No other node can be reached: training locally, merging only with itself, "
+                    f"No other node can be reached: training locally, {self._what_alone()}, "
                     "and looking for the others."
                 )
             case _:
@@ -257,6 +257,12 @@ class Reporter:
         if idle:
             return f"{idle[0].upper()}{idle[1:]}; {swarm} go on meanwhile."
         return self._how_it_trains(swarm)
+
+    def _what_alone(self) -> str:
+        quorum = self.node.state.config.times.quorum
+        if self.node.gossiper:
+            return "mixing with nobody"
+        return "merging only with itself" if quorum == 1 else f"{quorum} are needed for a merge"
 
     def _how_it_trains(self, swarm: str) -> str:
         state = self.node.state

@@ -5,10 +5,12 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from memory_swarm import (
     BOOT,
+    TIMES,
     TOKENS_PER_STEP,
     A,
     B,
@@ -133,6 +135,28 @@ def test_a_node_alone_says_so_and_why(tmp_path: Path) -> None:
         assert sentence.endswith(" Cannot reach boot; trying again.")
 
     play_swarm(tmp_path, scenario)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "merging only with itself"),
+        ({"times": replace(TIMES, quorum=2)}, "2 are needed for a merge"),
+        ({"gossip": GossipPlan(mix1=PAIRS, mix2=None, seed="test")}, "mixing with nobody"),
+    ],
+)
+def test_a_node_alone_says_what_becomes_of_its_steps(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start(A)
+        await swarm.train(20)
+        sentence = await still(swarm, report_of(swarm.nodes[A]))
+        assert sentence == (
+            f"No other node can be reached: training locally, {words}, and looking for the others."
+        )
+
+    play_swarm(tmp_path, scenario, **changes)
 
 
 def test_a_node_that_holds_nothing_is_fetching(tmp_path: Path) -> None:
