@@ -16,6 +16,7 @@ from p2pdiloco_daemon.learner.messages import Stop
     [
         (1, False, "exit code 1; no such text"),
         (-signal.SIGSEGV, False, "killed by SIGSEGV; no such text"),
+        (-40, False, "killed by signal 40; no such text"),
         (-signal.SIGKILL, False, "killed by SIGKILL (out of memory?); no such text"),
         (-signal.SIGKILL, True, "killed by SIGKILL by its node, which it had left 10 s before; no"),
     ],

@@ -68,7 +68,7 @@ class Child(Generic[C]):
         """How the process ended and the end of what it wrote."""
         code = self.process.returncode
         if code is not None and code < 0:
-            how = f"killed by {signal.Signals(-code).name}"
+            how = f"killed by {_named(-code)}"
             if self.was_killed_here:
                 how += f" by its node, which it had left {EXIT_S:.0f} s before"
             elif -code == signal.SIGKILL:
@@ -97,6 +97,14 @@ class Child(Generic[C]):
         """The process and all that it started."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
+
+
+def _named(number: int) -> str:
+    """A signal; most of the real-time ones have no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 async def start_child(name: str, module: str, threads: int, memory_fd: int) -> Child[C]:
