@@ -251,3 +251,24 @@ def test_a_client_that_reads_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch)
             writer.close()
 
     asyncio.run(run())
+
+
+def test_a_client_that_does_not_take_the_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = web.StreamResponse.write_eof
+
+    async def never_taken(response: web.StreamResponse, data: bytes = b"") -> None:
+        if type(response) is web.StreamResponse:
+            await asyncio.Event().wait()
+        await ended(response, data)
+
+    monkeypatch.setattr(completions, "WRITE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(web.StreamResponse, "write_eof", never_taken)
+
+    async def run() -> None:
+        worker = Worker(*ANSWER)
+        async with asking(worker) as session, asyncio.timeout(10):
+            body = {"prompt": "In", "stream": True}
+            async with session.post(COMPLETIONS_PATH, json=body):
+                await worker.left.wait()
+
+    asyncio.run(run())

@@ -18,6 +18,7 @@ import json
 import secrets
 import time
 from array import array
+from collections.abc import Awaitable
 from typing import Annotated, Literal
 
 from aiohttp import web
@@ -231,7 +232,7 @@ async def _streamed(
         await _write_line(response, "[DONE]")
     else:
         await _write(response, _error_document(503, _ended(event)))
-    await response.write_eof()
+    await _taken(response.write_eof())
     return response
 
 
@@ -240,9 +241,14 @@ async def _write(response: web.StreamResponse, document: JsonObject) -> None:
 
 
 async def _write_line(response: web.StreamResponse, data: str) -> None:
+    await _taken(response.write(f"data: {data}\n\n".encode()))
+
+
+async def _taken(sending: Awaitable[None]) -> None:
+    """Until the client has taken it, or has gone (ClientGone)."""
     try:
         async with asyncio.timeout(WRITE_TIMEOUT_S):
-            await response.write(f"data: {data}\n\n".encode())
+            await sending
     except (ConnectionError, TimeoutError) as error:
         raise ClientGone from error
 
