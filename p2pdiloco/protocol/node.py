@@ -304,6 +304,8 @@ class Node:
             )
         if len(heartbeat.heads) != num or len(heartbeat.local_steps) != num:
             raise PeerError(f"a heartbeat of {len(heartbeat.heads)} fragments, the run has {num}")
+        if self.gossiper and any(head.tokens_total for head in heartbeat.heads):
+            raise PeerError("it claims merges, this run gossips")
         newcomer = self._is_newcomer(sender, heartbeat)
         if self.state.membership.heard(sender, heartbeat, self.state.now):
             if newcomer and self.state.ready:

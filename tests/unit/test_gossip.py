@@ -516,6 +516,15 @@ def test_rounds_that_were_not_on_disk_are_lost_by_name_after_a_restart() -> None
     assert totals.lost == {UNSAVED: 100 * H} and totals.pending == 100 * H and totals.adds_up
 
 
+def test_who_claims_merges_where_there_are_none_does_not_keep_a_node_from_settling() -> None:
+    script = gossiping(B)
+    script.now += 0.5
+    script.beat(B, heads=tuple(Head(3, digest("other", 3, p), 10**9) for p in (0, 1)))
+    script.do(events.SettleAsked())
+    assert script.node.is_settled
+    assert not script.node.state.cooled_down(B)
+
+
 def test_a_node_that_settles_ends_what_it_has_begun_and_begins_nothing() -> None:
     script = gossiping()
     done = script.do(steps())
