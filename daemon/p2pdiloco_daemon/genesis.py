@@ -129,8 +129,8 @@ def _genesis_in_child(draft: RunSpec, directory: Path) -> GenesisSpec:
         check=False,
     )
     complaint = child.stderr.decode(errors="replace").strip()
-    if child.returncode == 2:
-        raise UserError(complaint)
+    if child.returncode == 2 and child.stdout:
+        raise UserError(child.stdout.decode(errors="replace"))
     if child.returncode == -signal.SIGKILL:
         raise UserError(f"making the first weights was killed; {_OUT_OF_MEMORY}")
     if child.returncode != 0:
@@ -187,12 +187,13 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _main() -> int:
-    """The child: a draft as JSON on stdin, the GenesisSpec as JSON on stdout."""
+    """The child: a draft as JSON on stdin, the GenesisSpec as JSON on stdout, or with exit code 2
+    what is wrong with the draft. To stderr transformers writes, too."""
     try:
         draft = RunSpec.model_validate_json(sys.stdin.buffer.read())
         genesis = make_genesis(draft, Path(sys.argv[1]))
     except UserError as error:
-        sys.stderr.write(str(error))
+        sys.stdout.write(str(error))
         return 2
     sys.stdout.write(genesis.model_dump_json())
     return 0
