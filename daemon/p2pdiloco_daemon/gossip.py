@@ -108,18 +108,23 @@ class GossipErrands:
         return self._predictions
 
     async def compare(self, partners: Callable[[], Sequence[PeerId]]) -> None:
-        """For ever: how far partners are from us in what they predict."""
+        """For ever: how far partners are from us in what they predict. It is compared anew when one
+        of us has been evaluated since."""
+        compared: list[bytes] = []
         while True:
             await asyncio.sleep(COMPARE_S)
             if self._predictions is None:
                 continue
-            mine = unpack_predictions(self._predictions)
+            told: list[bytes] = [self._predictions]
             distances = []
             for peer in partners()[:COMPARED_MAX]:
                 with suppress(*self._expected):
-                    theirs = unpack_predictions(await self._exchange.predictions(peer))
-                    distances.append(prediction_distance(mine, theirs))
-            if distances:
+                    theirs = await self._exchange.predictions(peer)
+                    mine = unpack_predictions(told[0])
+                    distances.append(prediction_distance(mine, unpack_predictions(theirs)))
+                    told.append(theirs)
+            if distances and told != compared:
+                compared = told
                 self.output_distance = sum(distances) / len(distances)
                 self.output_distances.add(self._step, self.output_distance)
                 apart = self.mixing.distance or (0.0, 0.0)
