@@ -35,6 +35,7 @@ def test_the_curve_has_a_point_for_each_comparison_that_says_something_new(tmp_p
             mixing, expected = mixing_of(holdings, A), (OSError,)
             errands = GossipErrands(nobody, mixing, holdings, cast("Any", partner), expected)
             comparing = asyncio.create_task(errands.compare(lambda: [B]))
+            await asyncio.sleep(COMPARE_S / 2)  # between two comparisons
             for step, mine, theirs in ((10, 1, 1), (20, 1, 1), (30, 1, 2), (40, 2, 2), (50, 2, 2)):
                 partner.told = sure_of(theirs)
                 errands.on_learner(
