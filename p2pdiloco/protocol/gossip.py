@@ -451,7 +451,8 @@ class Gossiper:
     def _next_version(self, register: Register) -> int:
         """The next round, or that of the median member if we are behind."""
         node, p = self.node, register.index
-        heads = [h.heads[p].version for _, h in node.membership.ready(node.now)]
+        ready = node.membership.ready(node.now)
+        heads = [h.heads[p].version for m, h in ready if node.cooled_down(m.peer)]
         median = statistics.median_high([register.version + 1, *heads])
         return max(register.version + 1, min(median, register.version + LEAP_MAX))
 

@@ -276,6 +276,15 @@ def test_nobody_is_led_far_astray() -> None:
     assert {a.version for a in finishes} == {3 + LEAP_MAX}
 
 
+def test_who_is_left_alone_leads_nobody_into_its_round() -> None:
+    script = gossiping(B)
+    script.do(events.WrongBytes(B, "values that are not finite"))
+    script.now += 0.5
+    script.beat(B, heads=heads(9))
+    finishes = [a for a in script.do(steps(H)) if isinstance(a, FinishRound)]
+    assert finishes and {a.version for a in finishes} == {4}
+
+
 def test_a_partner_that_missed_the_last_word_is_told_what_counted() -> None:
     script = gossiping(B)
     swap(script)
