@@ -60,7 +60,8 @@ long.
 """
 LAST_WORD_S = 1.5
 """Beyond the grace window, for the word of a partner whose outer gradient we have: it may count the
-exchange already. The word is repeated each second.
+exchange already. The word is repeated with each heartbeat: each second in a small swarm, too late
+for this in one of more than some thirty members.
 """
 LEAP_MAX = 1000
 """Rounds that a node jumps forward at most: nobody uses the numbers up by announcing a high one."""
