@@ -83,9 +83,6 @@ class NoJudge:
     def predictions(self) -> bytes:
         return np.full((POSITIONS, BUCKETS), 1 / BUCKETS, "<f2").tobytes()
 
-    def sample(self, prompt: str, num_tokens: int, temperature: float, seed: int) -> str:
-        return prompt
-
 
 def run_learner(control_fd: int, memory_fd: int) -> None:
     control = Control(socket.socket(fileno=control_fd))

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pytest
 from rl_builders import episode
 
-from p2pdiloco.errors import StoreError, UserError
+from p2pdiloco.errors import StoreError
 from p2pdiloco.learn.local_model import StepResult
 from p2pdiloco.rl.episodes import pack as pack_episode
 from p2pdiloco.rl.shares import Shares
@@ -37,9 +37,6 @@ from p2pdiloco_daemon.learner.messages import (
     Message,
     ReleaseSnapshot,
     RoundEnded,
-    Sample,
-    Sampled,
-    SampleFailed,
     Saving,
     SetPaused,
     SnapshotRefused,
@@ -108,11 +105,6 @@ class FakeJudge:
 
     def predictions(self) -> bytes:
         return b"predicted"
-
-    def sample(self, prompt: str, num_tokens: int, temperature: float, seed: int) -> str:
-        if prompt == "diverged":
-            raise UserError("a prediction is nan")
-        return f"{prompt} and {num_tokens} more"
 
 
 @dataclass
@@ -321,27 +313,12 @@ def test_paused_it_serves_but_does_not_step(scene: Scene) -> None:
     assert scene.trainer.num_steps == 1
 
 
-def test_samples_and_evaluations_are_answered_between_steps(scene: Scene) -> None:
-    heard = scene.run({0: BOTH, 1: [Evaluate(), Sample(3, "In", 5, 0.8, 0)], 2: [Stop()]})
-    answers = without_steps(heard)[2:]
-    assert isinstance(answers[0], Evaluated)
-    assert (answers[0].loss, answers[0].step) == (1.25, 1)
-    assert answers[0].predictions == b"predicted"
-    assert answers[1:] == [Sampled(3, "In and 5 more")]
-
-
-def test_too_long_or_too_many_samples_are_refused(scene: Scene) -> None:
-    asked = [Sample(1, "", 0, 1.0, 0), *(Sample(n, "", 1, 1.0, 0) for n in range(2, 7))]
-    heard = scene.run({0: BOTH, 1: asked, 2: [Stop()]})
-    refused = [message for message in heard if isinstance(message, SampleFailed)]
-    assert [message.request_id for message in refused] == [1, 6]
-    assert len([message for message in heard if isinstance(message, Sampled)]) == 4
-
-
-def test_a_model_that_cannot_be_sampled_is_told_and_trained_on(scene: Scene) -> None:
-    heard = scene.run({0: BOTH, 1: [Sample(3, "diverged", 5, 0.8, 0)], 3: [Stop()]})
-    assert SampleFailed(3, "a prediction is nan") in heard
-    assert scene.trainer.num_steps == 3
+def test_an_evaluation_comes_between_steps(scene: Scene) -> None:
+    heard = scene.run({0: BOTH, 1: [Evaluate()], 2: [Stop()]})
+    [evaluated] = without_steps(heard)[2:]
+    assert isinstance(evaluated, Evaluated)
+    assert (evaluated.loss, evaluated.step) == (1.25, 1)
+    assert evaluated.predictions == b"predicted"
 
 
 def test_scheduled_evaluations_take_a_twentieth_of_the_time_at_most() -> None:
@@ -440,8 +417,8 @@ def num_steps_in(messages: Sequence[Message]) -> int:
 
 
 def test_without_a_share_it_waits_and_takes_commands(rl_scene: Scene) -> None:
-    heard = rl_scene.run_until(Sampled, {0: [*BOTH, Sample(1, "And", 2, 1.0, 0)]})
-    assert heard[2:] == [Sampled(1, "And and 2 more"), Idle()]
+    heard = rl_scene.run_until(Evaluated, {0: [*BOTH, Evaluate()]})
+    assert [type(message) for message in heard[2:]] == [Evaluated, Idle]
     assert rl_scene.trainer.num_steps == 0
 
 

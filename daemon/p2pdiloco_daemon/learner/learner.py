@@ -39,9 +39,6 @@ from p2pdiloco_daemon.learner.messages import (
     Ready,
     ReleaseSnapshot,
     RoundEnded,
-    Sample,
-    Sampled,
-    SampleFailed,
     Saving,
     SetPaused,
     SnapshotRefused,
@@ -66,8 +63,6 @@ __all__ = [
     "LearnerOptions",
     "Ready",
     "RoundLeft",
-    "SampleFailed",
-    "Sampled",
     "Saving",
     "Snapshot",
     "SnapshotRefused",
@@ -111,7 +106,7 @@ class RoundLeft:
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """The process ended by itself. Snapshots and samples asked for before will not be answered."""
+    """The process ended by itself. Snapshots asked for before will not be answered."""
 
     reason: str
     restart_in_s: float
@@ -133,8 +128,6 @@ LearnerEvent = (
     | Evaluated
     | Idle
     | Learned
-    | Sampled
-    | SampleFailed
     | Saving
     | CheckpointFailed
     | Died
@@ -262,16 +255,6 @@ class Learner(ChildKeeper[Command, Message]):
         """Asks for an `Evaluated`; none comes if the learner is not running."""
         if child := self._ready_child():
             child.send(Evaluate())
-
-    def sample(self, prompt: str, num_tokens: int, temperature: float, seed: int) -> int:
-        """Asks the local model to go on from `prompt`; answered by `Sampled` or `SampleFailed`."""
-        self._last_request += 1
-        request_id = self._last_request
-        if child := self._ready_child():
-            child.send(Sample(request_id, prompt, num_tokens, temperature, seed))
-        else:
-            self._answer(SampleFailed(request_id, "the learner is not running"))
-        return request_id
 
     def learn(self, step: int, episodes: Sequence[bytes]) -> bool:
         """A share of a step of an rl run, as packed episodes that have been checked; answered by

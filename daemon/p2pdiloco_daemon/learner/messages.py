@@ -16,9 +16,6 @@ from p2pdiloco_daemon.children.channel import ChannelError
 PIECE_BYTES_MAX = 1 << 18
 """Of a share on its way; the learner reads one between two steps."""
 
-SAMPLE_TOKENS_MAX = 4096
-"""A sample stops the training while it is drawn; this is seconds on the slowest machine."""
-
 # Commands, from the daemon to the learner.
 
 
@@ -99,17 +96,6 @@ class Evaluate:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """Answered by `Sampled` or `SampleFailed` once the model is complete."""
-
-    request_id: int
-    prompt: str
-    num_tokens: int
-    temperature: float
-    seed: int
-
-
-@dataclass(frozen=True, slots=True)
 class Learn:
     """A piece of a share of a step to learn from, see `pieces_of_share`; answered by `Learned` when
     the whole share has been learnt from or dropped. More pieces follow until one `is_last`.
@@ -134,7 +120,6 @@ Command = (
     | ReleaseSnapshot
     | SetPaused
     | Evaluate
-    | Sample
     | Learn
     | Stop
 )
@@ -257,18 +242,6 @@ class Learned:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
-    request_id: int
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class SampleFailed:
-    request_id: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class Saving:
     """The inner checkpoint is being written between two steps, or has been."""
 
@@ -293,8 +266,6 @@ Message = (
     | Evaluated
     | Idle
     | Learned
-    | Sampled
-    | SampleFailed
     | Saving
     | CheckpointFailed
 )

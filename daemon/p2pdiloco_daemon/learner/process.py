@@ -14,7 +14,6 @@ import signal
 import socket
 import sys
 import time
-from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -23,14 +22,14 @@ from typing import Protocol, assert_never
 
 import torch
 
-from p2pdiloco.errors import P2PDilocoError, StoreError, UserError
+from p2pdiloco.errors import P2PDilocoError, StoreError
 from p2pdiloco.learn.disagreement import output_distributions, probe_batch
-from p2pdiloco.learn.evaluate import held_out_loss, sample_text
+from p2pdiloco.learn.evaluate import held_out_loss
 from p2pdiloco.learn.inner_loop import InnerLoop, bf16_is_faster
 from p2pdiloco.learn.local_model import StepResult
 from p2pdiloco.learn.models import build_model, num_parameters
 from p2pdiloco.learn.predictions import POSITIONS, pack_predictions
-from p2pdiloco.learn.text import Text, TextStream, open_text, open_tokenizer
+from p2pdiloco.learn.text import Text, TextStream, open_text
 from p2pdiloco.optim.fragments import fragments_of
 from p2pdiloco.optim.mixing import Continuation
 from p2pdiloco.rl.episodes import unpack
@@ -42,7 +41,6 @@ from p2pdiloco_daemon.children.channel import ChannelError
 from p2pdiloco_daemon.children.shared_memory import SharedTensors, Vector
 from p2pdiloco_daemon.learner.control import Control
 from p2pdiloco_daemon.learner.messages import (
-    SAMPLE_TOKENS_MAX,
     Blend,
     Blended,
     CheckpointFailed,
@@ -58,9 +56,6 @@ from p2pdiloco_daemon.learner.messages import (
     Ready,
     ReleaseSnapshot,
     RoundEnded,
-    Sample,
-    Sampled,
-    SampleFailed,
     Saving,
     SetPaused,
     SnapshotRefused,
@@ -81,9 +76,6 @@ CHECKPOINT_PERIOD_S = 60.0
 
 EVALUATION_SHARE_MAX = 0.05
 """Part of the time that scheduled evaluations may take, however often they are asked for."""
-
-SAMPLES_WAITING_MAX = 4
-"""A sample stops the training for about a second; more than this are refused."""
 
 
 class Trainer(Protocol):
@@ -116,8 +108,6 @@ class Judge(Protocol):
         """None if nothing is held out."""
 
     def predictions(self) -> bytes: ...
-
-    def sample(self, prompt: str, num_tokens: int, temperature: float, seed: int) -> str: ...
 
 
 class LearnerProcess:
@@ -156,7 +146,6 @@ class LearnerProcess:
         """Fragments whose snapshot it stands still for."""
         self._wanted: dict[int, TakeSnapshot] = {}
         self._unreleased: set[int] = set()
-        self._samples: deque[Sample] = deque()
         self._evaluation_wanted = False
         self._evaluated_step = trainer.num_steps
         self._next_evaluation = clock()
@@ -230,8 +219,6 @@ class LearnerProcess:
                 self._paused = command.paused
             case Evaluate():
                 self._evaluation_wanted = True
-            case Sample():
-                self._queue_sample(command)
             case Learn():
                 self._take_share(command)
             case Stop():
@@ -331,33 +318,11 @@ class LearnerProcess:
             self._control.post(CheckpointFailed(str(error)))
         self._next_checkpoint = self._clock() + CHECKPOINT_PERIOD_S
 
-    def _queue_sample(self, command: Sample) -> None:
-        if len(self._samples) >= SAMPLES_WAITING_MAX:
-            reason = f"{SAMPLES_WAITING_MAX} samples are waiting already; ask again later"
-        elif not 0 < command.num_tokens <= SAMPLE_TOKENS_MAX:
-            reason = f"a sample has 1 to {SAMPLE_TOKENS_MAX} tokens, got {command.num_tokens}"
-        else:
-            self._samples.append(command)
-            return
-        self._control.post(SampleFailed(command.request_id, reason))
-
     def _look_at_the_model(self) -> None:
-        """Evaluates and samples where asked or due; not counted as stall."""
-        if not self._complete() or self._stopping:
-            return
-        if self._evaluation_wanted or self._evaluation_due():
+        """Evaluates where asked or due; not counted as stall."""
+        is_ready = self._complete() and not self._stopping
+        if is_ready and (self._evaluation_wanted or self._evaluation_due()):
             self._evaluate()
-        while self._samples:
-            self._control.post(self._sampled(self._samples.popleft()))
-
-    def _sampled(self, wanted: Sample) -> Sampled | SampleFailed:
-        try:
-            text = self._judge.sample(
-                wanted.prompt, wanted.num_tokens, wanted.temperature, wanted.seed
-            )
-        except UserError as error:
-            return SampleFailed(wanted.request_id, str(error))
-        return Sampled(wanted.request_id, text)
 
     def _evaluation_due(self) -> bool:
         return (
@@ -399,12 +364,11 @@ class LearnerProcess:
 
 
 class _ModelJudge:
-    """The local model's held-out loss and samples. `text` is None in an rl run."""
+    """The local model's held-out loss. `text` is None in an rl run."""
 
     def __init__(self, model: torch.nn.Module, text: Text | None, spec: RunSpec) -> None:
         self._model = model
         self._text = text
-        self._tokenizer = open_tokenizer(spec.data)
         self._sequence_length = spec.data.sequence_length
         self._is_compared = spec.sync.gossips
 
@@ -419,17 +383,6 @@ class _ModelJudge:
         sequences = -(-POSITIONS // self._sequence_length) + 3
         probe = probe_batch(self._text, self._sequence_length, sequences)
         return pack_predictions(output_distributions(self._model, probe))
-
-    def sample(self, prompt: str, num_tokens: int, temperature: float, seed: int) -> str:
-        return sample_text(
-            self._model,
-            self._tokenizer,
-            prompt,
-            num_tokens,
-            self._sequence_length,
-            temperature=temperature,
-            seed=seed,
-        )
 
 
 def main(control_fd: int, memory_fd: int) -> None:
