@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from lab_hosts import (
     POLL_S,
-    is_relayed,
+    is_direct,
     opened,
     put_p2pd_into_namespaces,
     reaches,
@@ -55,7 +55,7 @@ def test_a_relay_that_comes_back_serves_two_hosts_behind_nats_again(
             first = await mortal.enter_async_context(opened(town, tmp_path, reachability="public"))
             a, b = [await stack.enter_async_context(opened(h, tmp_path, first)) for h in homes]
             await until_both_reach(a, b)
-            assert await is_relayed(a, b) and await is_relayed(b, a)
+            assert not (await is_direct(a, b) or await is_direct(b, a))
             assert relays_of(a) == relays_of(b) == first.peer_id[-8:]
             await mortal.aclose()
             await until(lambda: says(a, NO_RELAY) and says(b, NO_RELAY))
@@ -108,11 +108,11 @@ def test_two_hosts_behind_nats_become_connected_directly(lab: Lab, tmp_path: Pat
             for home, other in product((a, b), others):
                 await home.connect(other.peer_id, await other.addresses())
             await until_both_reach(a, b)
-            assert await is_relayed(a, b)
+            assert not await is_direct(a, b)
             async with asyncio.timeout(PUNCHES_AFTER_S + 4 * PUNCH_PAUSE_S[0]):
                 while True:
                     await until_both_reach(a, b)
-                    if not await is_relayed(a, b):
+                    if await is_direct(a, b):
                         break
                     await asyncio.sleep(POLL_S)
 
