@@ -83,7 +83,7 @@ class Died:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What a client asks for; see `rollout_channel.Submit`."""
+    """What a client asks for; see `messages.Submit`."""
 
     prompt: str = ""
     prompt_tokens: bytes = b""
