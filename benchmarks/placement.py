@@ -4,43 +4,31 @@
 
 Nothing here runs a model. The dispatcher is the real one (`p2pdiloco.protocol.placement`); replicas
 are `placement_engine.py`, whose steps take what a cost table says; each policy rolls out the same
-trajectories, with the same answers, tool times and links, on the same replicas with empty caches. A
-finished run is stored in results/placement.json and not repeated; the tables are placement.md.
+trajectories (`placement_world.py`) on the same replicas with empty caches. A finished run is stored
+in results/placement.json and not repeated; the tables are placement.md. With real engines:
+`placement_real.py`.
 """
 
 import argparse
-import heapq
 import itertools
 import json
-import math
-import random
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from statistics import fmean, geometric_mean
 
-from benchmarks.placement_engine import Job, Machine, SimulatedEngine
-from p2pdiloco.protocol.naming import PeerId
-from p2pdiloco.protocol.placement import Placement, Rules
-from p2pdiloco.protocol.turns import (
-    Event,
-    Load,
-    LoadReported,
-    Place,
-    Step,
-    TimePassed,
-    TrajectoryEnded,
-    TurnFinished,
-    TurnId,
-    TurnReady,
+from benchmarks.placement_engine import Machine, SimulatedEngine
+from benchmarks.placement_world import (
+    BASELINE,
+    GROUP_SIZE,
+    POLICIES,
+    Outcome,
+    World,
+    agentic,
 )
+from p2pdiloco.protocol.naming import PeerId
 
 RESULTS = Path(__file__).parent / "results"
-GROUP_SIZE = 8
-NEVER = 1e9
-"""Seconds: nothing is withdrawn here, so that every policy does the same work."""
 
 REPLICAS: dict[str, Sequence[Machine]] = {
     "alike": [Machine(f"r{i}", 0.02, 0.0002, 32, 60_000, 0.02) for i in range(3)],
@@ -50,172 +38,6 @@ REPLICAS: dict[str, Sequence[Machine]] = {
         Machine("quarter", 0.08, 0.0008, 16, 30_000, 0.1),
     ],
 }
-
-BASELINE = "least request, sticky"
-POLICIES: dict[str, Rules] = {
-    BASELINE: Rules(form="war", threshold=NEVER, act_s_max=NEVER, step_s_max=NEVER),
-    "WAR's score": Rules(form="war", threshold=0.0, act_s_max=NEVER, step_s_max=NEVER),
-    "WAR, both": Rules(form="war", act_s_max=NEVER, step_s_max=NEVER),
-    "swarm": Rules(act_s_max=NEVER, step_s_max=NEVER),
-    "swarm, short first": Rules(order="short first", act_s_max=NEVER, step_s_max=NEVER),
-    "swarm, long first": Rules(order="long first", act_s_max=NEVER, step_s_max=NEVER),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    new_tokens: int
-    observed_tokens: int
-    """Of the environment's answer."""
-    act_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    step: Step
-    turns: Sequence[Sequence[Turn]]
-    """Of each trajectory."""
-
-    @property
-    def num_new_tokens(self) -> int:
-        return sum(turn.new_tokens for turns in self.turns for turn in turns)
-
-
-def agentic(num_groups: int, group_size: int, seed: int) -> Workload:
-    """Tool-using trajectories: long prompts, short answers, turns with a long tail."""
-    rng = random.Random(seed)
-    prompts = [rng.randint(1000, 3000) for _ in range(num_groups)]
-    turns = []
-    for _ in range(num_groups):
-        mean_turns = rng.uniform(4, 14)
-        for _ in range(group_size):
-            num = min(40, max(1, round(mean_turns * rng.lognormvariate(0, 0.4))))
-            turns.append([_turn(rng) for _ in range(num)])
-    return Workload(Step(number=0, prompt_tokens=tuple(prompts), group_size=group_size), turns)
-
-
-def _turn(rng: random.Random) -> Turn:
-    return Turn(
-        max(4, round(80 * rng.lognormvariate(0, 0.6))),
-        max(8, round(200 * rng.lognormvariate(0, 0.7))),
-        1.5 * rng.lognormvariate(0, 0.8),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Of one step."""
-
-    seconds: float
-    """Simulated, to the end of the last trajectory."""
-    num_new_tokens: int
-    num_prefilled: int
-    """Prompt tokens that were computed."""
-    hit_rate: float
-    """Share of all turns' prompt tokens that were not."""
-    dispatcher_ms: float
-    """Real time that the dispatcher took per event."""
-
-    @property
-    def throughput(self) -> float:
-        """Generated tokens per second."""
-        return self.num_new_tokens / self.seconds
-
-
-class World:
-    """One step on simulated replicas."""
-
-    def __init__(self, workload: Workload, machines: Sequence[Machine], rules: Rules) -> None:
-        self.workload = workload
-        self.now = 0.0
-        self.engines = {PeerId(machine.name): SimulatedEngine(machine) for machine in machines}
-        self._heap: list[tuple[float, int, Callable[[], None]]] = []
-        self._serial = itertools.count()
-        self._placement = Placement(workload.step, rules, 0.0, ask=list(self.engines))
-        self._reused = self._prompts = self._events = 0
-        self._decided_s = 0.0
-        self._deadline = math.inf
-
-    def run(self) -> Outcome:
-        for name, engine in self.engines.items():
-            self._tell(_report(name, engine.machine))
-        while not self._placement.is_done:
-            at, name = min((engine.next_s, name) for name, engine in self.engines.items())
-            heard = self._heap[0][0] if self._heap else math.inf
-            if self._deadline < min(at, heard):
-                self.now = max(self.now, self._deadline)
-                self._tell(TimePassed())
-            elif heard <= at:
-                self.now, _serial, call = heapq.heappop(self._heap)
-                call()
-            else:
-                self.now = at
-                self._advance(name)
-        engines = self.engines.values()
-        assert sum(engine.num_decoded for engine in engines) >= self.workload.num_new_tokens
-        return Outcome(
-            self.now,
-            self.workload.num_new_tokens,
-            sum(engine.num_prefilled for engine in engines),
-            self._reused / self._prompts,
-            1000 * self._decided_s / self._events,
-        )
-
-    def _at(self, when: float, call: Callable[[], None]) -> None:
-        heapq.heappush(self._heap, (when, next(self._serial), call))
-
-    def _tell(self, event: Event) -> None:
-        started = time.perf_counter()
-        actions = self._placement.handle(event, self.now)
-        self._deadline = self._placement.deadline or math.inf
-        self._decided_s += time.perf_counter() - started
-        self._events += 1
-        for action in actions:
-            assert isinstance(action, Place), action
-            link_s = self.engines[action.worker].machine.rtt_s / 2
-            self._at(self.now + link_s, partial(self._submit, action))
-
-    def _submit(self, place: Place) -> None:
-        engine = self.engines[place.worker]
-        self._advance(place.worker)
-        trajectory, turn = place.turn.trajectory, place.turn.turn
-        step = self.workload.step
-        group = trajectory // step.group_size
-        before = self.workload.turns[trajectory][:turn]
-        prompt = step.prompt_tokens[group] + sum(t.new_tokens + t.observed_tokens for t in before)
-        new_tokens = self.workload.turns[trajectory][turn].new_tokens
-        job = Job((trajectory, turn), group, step.prompt_tokens[group], prompt, new_tokens)
-        engine.submit(job, self.now)
-
-    def _advance(self, name: PeerId) -> None:
-        for when, job in self.engines[name].advance(self.now):
-            self._finished(name, job, when)
-
-    def _finished(self, name: PeerId, job: Job, when: float) -> None:
-        machine = self.engines[name].machine
-        self._reused += job.num_reused
-        self._prompts += job.prompt_tokens
-        trajectory, number = job.key
-        turn = self.workload.turns[trajectory][number]
-        heard = max(self.now, when + machine.rtt_s / 2)
-        id_ = TurnId(0, trajectory, number)
-        total = job.prompt_tokens + job.new_tokens
-        self._at(heard, lambda: self._tell(TurnFinished(name, id_, total, job.num_reused)))
-        last = number + 1 == len(self.workload.turns[trajectory])
-        following: Event = TrajectoryEnded(id_)
-        if not last:
-            following = TurnReady(TurnId(0, trajectory, number + 1), total + turn.observed_tokens)
-        self._at(heard + turn.act_s, lambda: self._tell(following))
-
-
-def _report(name: PeerId, machine: Machine) -> LoadReported:
-    load = Load(
-        num_rows=machine.num_rows,
-        cache_tokens=machine.cache_tokens,
-        prefill_tokens_per_s=machine.prefill_tokens_per_s(),
-        token_s=machine.decode_table(),
-    )
-    return LoadReported(name, load, machine.rtt_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +58,8 @@ class Setting:
         machines = REPLICAS[self.replicas]
         num_groups = max(1, self.load * len(machines) // GROUP_SIZE)
         workload = agentic(num_groups, GROUP_SIZE, self.seed)
-        return World(workload, machines, POLICIES[self.policy]).run()
+        replicas = {PeerId(machine.name): SimulatedEngine(machine) for machine in machines}
+        return World(workload, replicas, POLICIES[self.policy]).run()
 
 
 class Store:

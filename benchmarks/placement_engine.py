@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
+from benchmarks.placement_world import Finished, Job
+from p2pdiloco.protocol.turns import Load
 from p2pdiloco.rollout.costs import CostTable
 
 CHUNK_TOKENS = 256
@@ -47,20 +49,16 @@ class Machine:
         return tuple((batch, self.step_s + self.token_s * batch) for batch in _BATCHES)
 
 
-@dataclass(slots=True)
-class Job:
-    """One turn at the engine."""
+@dataclass(eq=False, slots=True)
+class _Running:
+    """A turn that has a row."""
 
-    key: tuple[int, int]
-    """(trajectory, turn)"""
-    group: int
-    group_tokens: int
-    prompt_tokens: int
-    new_tokens: int
-    num_pending: int = 0
+    job: Job
+    num_reused: int
+    num_pending: int
     """Of the prompt, tokens still to be computed."""
-    num_reused: int = 0
     num_done: int = 0
+    """Tokens generated."""
 
 
 @dataclass(slots=True)
@@ -117,92 +115,98 @@ class _Steps:
     number: int
     seconds: float
     """Of each."""
-    chunks: Sequence[tuple[Job, int]]
-    decoding: Sequence[Job]
+    chunks: Sequence[tuple[_Running, int]]
+    decoding: Sequence[_Running]
 
 
 class SimulatedEngine:
-    """`advance` brings it to a time and says which turns have finished, and when."""
+    """A `placement_world.Replica`: `next_s` is when a turn, or a chunk of a prompt, is done."""
 
     def __init__(self, machine: Machine) -> None:
-        self.machine = machine
-        self.clock = 0.0
-        self.num_prefilled = self.num_decoded = 0
+        self.rtt_s = machine.rtt_s
+        self._machine = machine
+        self._clock = 0.0
         self._waiting: deque[Job] = deque()
-        self._running: list[Job] = []
+        self._running: list[_Running] = []
         self._prefixes = Prefixes(machine.cache_tokens)
         self._seconds = cache(machine.costs().seconds)
         self._next: _Steps | None = None
 
+    @property
+    def next_s(self) -> float:
+        return math.inf if self._next is None else self._end(self._next)
+
+    def load(self) -> Load:
+        machine = self._machine
+        return Load(
+            num_rows=machine.num_rows,
+            cache_tokens=machine.cache_tokens,
+            prefill_tokens_per_s=machine.prefill_tokens_per_s(),
+            token_s=machine.decode_table(),
+        )
+
     def submit(self, job: Job, now: float) -> None:
-        """Call it at the time to which the engine was advanced."""
         if not self._running and not self._waiting:
-            self.clock = now
+            self._clock = now
         self._waiting.append(job)
         self._next = self._scheduled()
 
-    @property
-    def next_s(self) -> float:
-        """When something may have finished, if nothing new comes."""
-        return math.inf if self._next is None else self._end(self._next)
-
-    def advance(self, now: float) -> list[tuple[float, Job]]:
-        finished: list[tuple[float, Job]] = []
+    def advance(self, now: float) -> list[Finished]:
+        finished: list[Finished] = []
         while (steps := self._next) is not None:
             number = steps.number
             if self._end(steps) > now:
-                number = int((now - self.clock) / steps.seconds)
+                number = int((now - self._clock) / steps.seconds)
             if number == 0:
                 break
-            self.clock += number * steps.seconds
-            finished += [(self.clock, job) for job in self._work(steps, number)]
+            self._clock += number * steps.seconds
+            ended = self._work(steps, number)
+            finished += [Finished(self._clock, turn.job, turn.num_reused) for turn in ended]
             self._next = self._scheduled()
         return finished
 
     def _end(self, steps: _Steps) -> float:
-        return self.clock + steps.number * steps.seconds
+        return self._clock + steps.number * steps.seconds
 
     def _scheduled(self) -> _Steps | None:
         self._admit()
         if not self._running:
             return None
-        chunks, decoding = self._chunks(), [job for job in self._running if not job.num_pending]
-        num_tokens = len(decoding) + sum(num for _job, num in chunks)
+        chunks, decoding = self._chunks(), [turn for turn in self._running if not turn.num_pending]
+        num_tokens = len(decoding) + sum(num for _turn, num in chunks)
         seconds = self._seconds(len(decoding) + len(chunks), num_tokens)
-        number = 1 if chunks else min(job.new_tokens - job.num_done for job in decoding)
+        number = 1 if chunks else min(turn.job.new_tokens - turn.num_done for turn in decoding)
         return _Steps(number, seconds, chunks, decoding)
 
     def _admit(self) -> None:
-        while self._waiting and len(self._running) < self.machine.num_rows:
+        while self._waiting and len(self._running) < self._machine.num_rows:
             job = self._waiting[0]
-            coming = any(r.group == job.group and r.num_pending > 0 for r in self._running)
+            coming = any(r.job.group == job.group and r.num_pending > 0 for r in self._running)
             if coming and not self._prefixes.has(job):
                 break
-            job.num_pending = job.prompt_tokens - self._prefixes.match(job)
-            job.num_reused = job.prompt_tokens - job.num_pending
-            self._running.append(self._waiting.popleft())
+            num_reused = self._prefixes.match(job)
+            self._running.append(_Running(job, num_reused, job.prompt_tokens - num_reused))
+            self._waiting.popleft()
 
-    def _chunks(self) -> list[tuple[Job, int]]:
+    def _chunks(self) -> list[tuple[_Running, int]]:
         budget, chunks = CHUNK_TOKENS, []
-        for job in self._running:
-            if job.num_pending and budget:
-                chunks.append((job, min(budget, job.num_pending)))
+        for turn in self._running:
+            if turn.num_pending and budget:
+                chunks.append((turn, min(budget, turn.num_pending)))
                 budget -= chunks[-1][1]
         return chunks
 
-    def _work(self, steps: _Steps, number: int) -> list[Job]:
+    def _work(self, steps: _Steps, number: int) -> list[_Running]:
         """Takes so many of the steps; says what has ended."""
-        for job, num in steps.chunks:
-            job.num_pending -= num
-            self.num_prefilled += num
-            if not job.num_pending:
-                job.num_done = 1
-                self._prefixes.keep(job, job.prompt_tokens)
-        for job in steps.decoding:
-            job.num_done += number
-        ended = [job for job in self._running if job.num_done >= job.new_tokens]
-        for job in ended:
-            self.num_decoded += job.new_tokens
-            self._running.remove(job)
-            self._prefixes.keep(job, job.prompt_tokens + job.new_tokens - 1)
+        for turn, num in steps.chunks:
+            turn.num_pending -= num
+            if not turn.num_pending:
+                turn.num_done = 1
+                self._prefixes.keep(turn.job, turn.job.prompt_tokens)
+        for turn in steps.decoding:
+            turn.num_done += number
+        ended = [turn for turn in self._running if turn.num_done >= turn.job.new_tokens]
+        for turn in ended:
+            self._running.remove(turn)
+            self._prefixes.keep(turn.job, turn.job.prompt_tokens + turn.job.new_tokens - 1)
         return ended
