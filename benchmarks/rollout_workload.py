@@ -115,19 +115,28 @@ class Dialogue:
 
 
 def trained() -> Policy:
-    """The tiny preset after `TRAINING_STEPS` steps of AdamW on dialogues."""
-    model: PreTrainedModel = build_model(ModelSpec(preset="tiny"), 0, SEQUENCE_LENGTH)
+    """The tiny preset, trained on the beginnings of dialogues."""
+    model = trained_on_dialogues("tiny", SEQUENCE_LENGTH, windows=8, window_tokens=256)
+    return Policy("tiny, trained", model, ByteCodec(), frozenset(b"\n"), "", BRISK)
+
+
+def trained_on_dialogues(
+    preset: str, sequence_length: int, *, windows: int, window_tokens: int
+) -> PreTrainedModel:
+    """The preset after `TRAINING_STEPS` steps of AdamW on so many windows of dialogues each."""
+    model: PreTrainedModel = build_model(ModelSpec(preset=preset), 0, sequence_length)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
     rng = random.Random(0)
     for _ in range(TRAINING_STEPS):
-        batch = torch.tensor([list(_dialogue(rng).encode()[:257].ljust(257)) for _ in range(8)])
+        texts = [dialogues(rng, window_tokens + 1) for _ in range(windows)]
+        batch = torch.tensor([list(text.encode()[: window_tokens + 1]) for text in texts])
         logits = model(input_ids=batch[:, :-1]).logits
         loss = cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
     print(f"trained to {loss.item():.3f} nats per byte", file=sys.stderr)
-    return Policy("tiny, trained", model.eval(), ByteCodec(), frozenset(b"\n"), "", BRISK)
+    return model.eval()
 
 
 def pretrained(directory: Path) -> Policy:
@@ -143,6 +152,22 @@ def dialogues_of(policy: Policy, load: int, epoch: int) -> list[Dialogue]:
     group = policy.workload.group
     number = max(group, load)
     return [Dialogue(policy, f"e{epoch}d{index}", index // group) for index in range(number)]
+
+
+def dialogues(rng: random.Random, num_bytes: int) -> str:
+    """At least so many bytes of them, one after the other."""
+    text = ""
+    while len(text) < num_bytes:
+        text += _dialogue(rng)
+    return text
+
+
+def observations(rng: random.Random, num_bytes: int) -> str:
+    """At least so many bytes of what the tool says."""
+    text = ""
+    while len(text) < num_bytes:
+        text += _result(rng.choice(_WORDS), rng.randint(10, 99))
+    return text
 
 
 def _dialogue(rng: random.Random) -> str:
