@@ -7,7 +7,7 @@ beginning and from histories, completions of random prompts, checks with replay,
 withdrawn in the middle. Its policy changes every `POLICY_S`. Sampled is the memory that is the
 worker's alone (USS). What it may keep is bounded: keys and values (`CACHE_BYTES`), and what the
 drafter remembers of answers (some 130 MB once 262,144 tokens were generated); until these are full
-it grows. The slope is that of a line through the second half.
+it grows. Slopes are those of a line through the samples.
 """
 
 import argparse
@@ -46,7 +46,7 @@ from p2pdiloco_daemon.status.view import JsonObject
 
 RESULTS = Path(__file__).parent / "results" / "rollout_memory"
 POLICY_S = 20.0
-SAMPLE_S = 2.0
+SAMPLE_S = 6.0
 AT_ONCE = 12
 """Of those who ask, each for one thing after the other."""
 WITHDRAWN_SHARE = 0.1
@@ -234,7 +234,10 @@ def report(result: JsonObject) -> str:
         ["USS by tenths of the time, MB", " ".join(f"{mb:.0f}" for _, mb, _ in tenths)],
         ["its cache full by then, %", " ".join(f"{100 * share:.0f}" for *_, share in tenths)],
         ["largest in each half, MB", f"{largest(earlier):.0f}, {largest(later):.0f}"],
-        ["slope of the second half, MB/h", f"{slope_mb_per_hour(later):.1f}"],
+        [
+            "slope of the second half and of the last quarter, MB/h",
+            f"{slope_mb_per_hour(later):.1f}, {slope_mb_per_hour(later[len(later) // 2 :]):.1f}",
+        ],
     ]
     head = "Memory of a rollout worker (USS) under continuous mixed load with changing policies."
     return f"{head}\n\n{table(['what', 'measured'], rows)}"
