@@ -124,7 +124,8 @@ def trained_on_dialogues(
     preset: str, sequence_length: int, *, windows: int, window_tokens: int
 ) -> PreTrainedModel:
     """The preset after `TRAINING_STEPS` steps of AdamW on so many windows of dialogues each."""
-    model: PreTrainedModel = build_model(ModelSpec(preset=preset), 0, sequence_length)
+    spec = ModelSpec.model_validate({"preset": preset})
+    model: PreTrainedModel = build_model(spec, 0, sequence_length)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
     rng = random.Random(0)
     for _ in range(TRAINING_STEPS):
