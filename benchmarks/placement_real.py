@@ -214,7 +214,7 @@ def measure(settings: Sequence[Setting], runs: Runs) -> Iterator[Setting]:
 @cache
 def _engines(model: str) -> Mapping[bool, Engine]:
     """With drafts and without."""
-    policy = trained_on_dialogues(model, LENGTH_MAX, windows=2, window_tokens=LENGTH_MAX)
+    policy = trained_on_dialogues(model, LENGTH_MAX, windows=2, window_tokens=LENGTH_MAX // 2)
     return {
         drafts: calibrated_engine(policy, CACHE_TOKENS, drafts=drafts) for drafts in (False, True)
     }
