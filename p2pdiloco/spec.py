@@ -266,8 +266,13 @@ class RlSpec(_Section):
     """At which answers are drawn. Logits are divided by it, in float32 where they are learnt from:
     far below, that overflows."""
     variant: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
-    """How the loss is averaged, and whether advantages are divided by their deviation (not in
-    dr_grpo)."""
+    """How the loss is averaged, how far up it is clipped (0.28 in dapo, else 0.2), and whether
+    advantages are divided by their deviation (not in dr_grpo)."""
+    kl_weight: float = Field(default=0.0, ge=0, le=10)
+    """Of the KL term that holds the policy to an older one: 0.04 in GRPO's paper, none in those of
+    dapo and dr_grpo. Costs a forward pass and a copy of the model."""
+    reference_steps: int = Field(default=16, ge=1)
+    """Merges after which that older one is replaced by the newest."""
     lag_max: int = Field(default=1, ge=0, le=64)
     """Merges by which the model that learns may be ahead of the one that was rolled out. What is
     older is dropped; the importance ratio corrects the rest."""

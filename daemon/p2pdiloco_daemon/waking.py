@@ -42,6 +42,8 @@ LEARNER_BYTES_PER_PARAMETER = 24
 """Weights, gradients, Adam's moments in float32, and both areas of the shared memory."""
 ROLLOUTS_BYTES_PER_PARAMETER = 12
 """Of an rl run, in which every node generates: weights and both areas of the shared memory."""
+REFERENCE_BYTES_PER_PARAMETER = 4
+"""Where a KL term holds the policy to an older one: its weights, in the learner."""
 RL_GRACE_S = 2.0
 """What a round of an rl run waits for learners that are on their way: they all wait for its merge,
 and the next step's rollouts take longer than this."""
@@ -83,6 +85,7 @@ def require_memory(fragments: tuple[Fragment, ...], spec: RunSpec) -> None:
         per_parameter += min(remembered, partners + 2) * REMEMBERED_BYTES_PER_PARAMETER
     elif spec.rl:
         per_parameter += ROLLOUTS_BYTES_PER_PARAMETER
+        per_parameter += REFERENCE_BYTES_PER_PARAMETER if spec.rl.kl_weight else 0
     elif _mixes_below_quorum(spec):
         per_parameter += COPIES_BYTES_PER_PARAMETER
     needed = num * per_parameter

@@ -2,18 +2,21 @@
 
 Per generated token, with r = exp(logprob - behaviour logprob), A the advantage of its trajectory:
 
-    l = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A),   r in the first term at most `ratio_max`
+    l = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) + kl_weight (q - 1 - log q)
 
-(PPO's surrogate; two different sides are DAPO's clip-higher, the bound on r of negative advantages
-is INTELLECT-2's delta). The behaviour is that which the engine recorded when it chose the token, so
-r also corrects for a policy that is some versions older. The variants differ in how l is averaged:
+with r in the first term at most `ratio_max`, and q = exp(reference logprob - logprob). The first
+term is PPO's surrogate (the bound on r of negative advantages is INTELLECT-2's delta), the second
+GRPO's estimate of KL(policy, reference), equation 4. The behaviour is that which the engine
+recorded when it chose the token, so r also corrects for a policy that is some versions older. The
+variants differ in how l is averaged, and in the upper side of the clip:
 
-    grpo      mean over trajectories of each one's mean over its tokens    arXiv 2402.03300
-    dapo      mean over all tokens of the batch                            arXiv 2503.14476
-    dr_grpo   sum over tokens / (trajectories * longest allowed answer)    arXiv 2503.20783
+    grpo      mean over trajectories of each one's mean over its tokens, 0.2   arXiv 2402.03300
+    dapo      mean over all tokens of the batch, 0.28 ("clip-higher")          arXiv 2503.14476
+    dr_grpo   sum over tokens / (trajectories * longest allowed answer), 0.2   arXiv 2503.20783
 
 and in the advantage: R - mean of the group, divided by the group's standard deviation except in
-dr_grpo. No KL term: all of these have been run without one.
+dr_grpo. GRPO was published with a kl_weight of 0.04, without saying the clip, for which we take
+PPO's; the other two without the second term. What the reference is says `loop.py`.
 
 Shapes: B trajectories, T tokens, V vocabulary. Position t of a [B, T] tensor speaks of token t.
 """
@@ -32,17 +35,23 @@ Variant: TypeAlias = Literal["grpo", "dapo", "dr_grpo"]
 _STD_LEAST = 1e-6
 """A group whose rewards differ by no more says nothing."""
 _LOG_RATIO_MAX = 20.0
-"""Keeps r finite: where it is this large it is clipped anyway, and infinity has no gradient."""
+"""Keeps r finite: where it is this large it is clipped anyway, and infinity has no gradient. Keeps
+q finite, too: it pulls no harder than this."""
+_CLIP_HIGH: dict[Variant, float] = {"grpo": 0.2, "dapo": 0.28, "dr_grpo": 0.2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossRules:
-    """The numbers of the objective; the defaults are DAPO's, and INTELLECT-2's ratio_max."""
+    """The numbers of the objective; `ratio_max` is INTELLECT-2's."""
 
     variant: Variant = "dapo"
     clip_low: float = 0.2
-    clip_high: float = 0.28
     ratio_max: float = 4.0
+    kl_weight: float = 0.0
+
+    @property
+    def clip_high(self) -> float:
+        return _CLIP_HIGH[self.variant]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +91,11 @@ def policy_loss(
     mask_BT: Tensor,
     totals: Totals,
     rules: LossRules,
+    reference_BT: Tensor | None = None,
 ) -> Tensor:
     """This part's share of the batch's loss. `mask_BT` is 1 where the policy chose the token, 0 on
-    prompts, what environments and tools wrote, and padding."""
+    prompts, what environments and tools wrote, and padding. `reference_BT` are log-probabilities
+    too; without them there is no second term."""
     log_ratio_BT = (logprobs_BT - behaviour_BT).where(mask_BT > 0, 0.0)
     ratio_BT = log_ratio_BT.clamp(max=_LOG_RATIO_MAX).exp()
     advantages_B1 = advantages_B[:, None]
@@ -93,6 +104,9 @@ def policy_loss(
         ratio_BT.clamp(max=rules.ratio_max) * advantages_B1, clipped_BT * advantages_B1
     )
     loss_BT = -surrogate_BT * mask_BT
+    if reference_BT is not None:
+        log_q_BT = (reference_BT - logprobs_BT).where(mask_BT > 0, 0.0).clamp(max=_LOG_RATIO_MAX)
+        loss_BT = loss_BT + rules.kl_weight * (log_q_BT.exp() - 1 - log_q_BT)
     match rules.variant:
         case "grpo":
             means_B = loss_BT.sum(dim=1) / mask_BT.sum(dim=1).clamp(min=1)

@@ -43,7 +43,8 @@ def limits_of(spec: RunSpec) -> Limits:
 
 
 def loss_rules_of(spec: RunSpec) -> LossRules:
-    return LossRules(variant=rl_of(spec).variant)
+    rl = rl_of(spec)
+    return LossRules(variant=rl.variant, kl_weight=rl.kl_weight)
 
 
 def rulebook_of(spec: RunSpec, run_id: str, step: int) -> Rulebook:

@@ -114,6 +114,11 @@ class Shares:
         self._drop_old()
 
     @property
+    def version(self) -> int | None:
+        """Of the model, that the learner received last."""
+        return self._version
+
+    @property
     def has_part(self) -> bool:
         return self._next() is not None
 

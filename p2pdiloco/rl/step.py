@@ -26,19 +26,29 @@ def accumulate(
     totals: Totals,
     rules: LossRules,
     temperature: float,
+    reference: torch.nn.Module | None = None,
 ) -> Gradient:
     """Adds the gradient of the loss of all parts to the parameters' `grad`. `temperature` is the
-    one at which the tokens were drawn."""
+    one at which the tokens were drawn; the policy is held to the `reference`, if there is one."""
     device = next(model.parameters()).device
     loss = off_policy = 0.0
     num_tokens = 0
     for part in parts:
         tokens_BT, behaviour_BT = part.tokens_BT.to(device), part.behaviour_BT.to(device)
         mask_BT = part.mask_BT.to(device)
-        logits_BTV = model(input_ids=tokens_BT, use_cache=False).logits
-        logprobs_BT = token_logprobs(logits_BTV, tokens_BT, temperature)
+        logprobs_BT = _logprobs(model, tokens_BT, temperature)
+        reference_BT = None
+        if reference is not None:
+            with torch.no_grad():
+                reference_BT = _logprobs(reference, tokens_BT, temperature)
         share = policy_loss(
-            logprobs_BT, behaviour_BT, part.advantages_B.to(device), mask_BT, totals, rules
+            logprobs_BT,
+            behaviour_BT,
+            part.advantages_B.to(device),
+            mask_BT,
+            totals,
+            rules,
+            reference_BT,
         )
         share.backward()  # type: ignore[no-untyped-call]
         part_tokens = int(part.mask_BT.sum().item())
@@ -46,3 +56,8 @@ def accumulate(
         off_policy += drift(logprobs_BT, behaviour_BT, mask_BT) * part_tokens
         num_tokens += part_tokens
     return Gradient(loss, num_tokens, off_policy / max(1, num_tokens))
+
+
+def _logprobs(model: torch.nn.Module, tokens_BT: torch.Tensor, temperature: float) -> torch.Tensor:
+    logits_BTV = model(input_ids=tokens_BT, use_cache=False).logits
+    return token_logprobs(logits_BTV, tokens_BT, temperature)

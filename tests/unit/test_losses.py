@@ -25,13 +25,19 @@ ADVANTAGES_B = torch.tensor([1.0, -2.0])
 TOTALS = Totals(num_trajectories=2, num_tokens=4, num_tokens_max=5)
 FIRST = [-1.1, -0.5, -1.28]
 """Losses of the first trajectory's tokens: min(r, clip(r, 0.8, 1.28))."""
+CLIPPED_SOONER = [-1.1, -0.5, -1.2]
+"""The same where the upper side is 1.2."""
 SECOND = 3.0
 """Of the second's: a negative advantage is not clipped from above before `ratio_max`."""
 
 
-def loss(variant: Variant, logprobs_BT: Tensor, **rules: float) -> Tensor:
+def loss(
+    variant: Variant, logprobs_BT: Tensor, reference_BT: Tensor | None = None, **rules: float
+) -> Tensor:
     chosen = LossRules(variant=variant, **rules)
-    return policy_loss(logprobs_BT, BEHAVIOUR_BT, ADVANTAGES_B, MASK_BT, TOTALS, chosen)
+    return policy_loss(
+        logprobs_BT, BEHAVIOUR_BT, ADVANTAGES_B, MASK_BT, TOTALS, chosen, reference_BT
+    )
 
 
 def at_ratios(ratios_BT: Tensor) -> Tensor:
@@ -41,9 +47,9 @@ def at_ratios(ratios_BT: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("variant", "expected"),
     [
-        ("grpo", (sum(FIRST) / 3 + SECOND) / 2),
+        ("grpo", (sum(CLIPPED_SOONER) / 3 + SECOND) / 2),
         ("dapo", (sum(FIRST) + SECOND) / 4),
-        ("dr_grpo", (sum(FIRST) + SECOND) / (2 * 5)),
+        ("dr_grpo", (sum(CLIPPED_SOONER) + SECOND) / (2 * 5)),
     ],
 )
 def test_the_loss_is_what_it_is_by_hand(variant: Variant, expected: float) -> None:
@@ -70,6 +76,32 @@ def test_the_gradient_is_that_of_the_loss(variant: Variant) -> None:
     assert torch.autograd.gradcheck(lambda x: loss(variant, x), (logprobs_BT,))
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_gradient_with_a_reference_is_that_of_the_loss(variant: Variant) -> None:
+    logprobs_BT = at_ratios(RATIOS_BT).detach().double().requires_grad_()
+    reference_BT = BEHAVIOUR_BT.double()
+    assert torch.autograd.gradcheck(
+        lambda x: loss(variant, x, reference_BT, kl_weight=0.5), (logprobs_BT,)
+    )
+
+
+def test_the_distance_to_the_reference_is_added_token_by_token() -> None:
+    """Equation 4 of GRPO's paper: q - log q - 1, q being the reference's chance over ours."""
+    logprobs_BT = at_ratios(RATIOS_BT)
+    held = loss("dapo", logprobs_BT, BEHAVIOUR_BT, kl_weight=0.5)
+    distances = [1 / r + math.log(r) - 1 for r in (1.1, 0.5, 2.0, 1.5)]
+    free = loss("dapo", logprobs_BT)
+    assert (held - free).item() == pytest.approx(0.5 * sum(distances) / 4, rel=1e-5)
+
+
+def test_a_policy_that_is_its_reference_is_pulled_nowhere() -> None:
+    logprobs_BT = at_ratios(RATIOS_BT)
+    reference_BT = logprobs_BT.detach()
+    [free] = torch.autograd.grad(loss("dapo", logprobs_BT), logprobs_BT)
+    [held] = torch.autograd.grad(loss("dapo", logprobs_BT, reference_BT, kl_weight=9), logprobs_BT)
+    torch.testing.assert_close(held, free)
+
+
 def test_what_is_clipped_has_no_gradient() -> None:
     logprobs_BT = at_ratios(RATIOS_BT)
     loss("dapo", logprobs_BT).backward()  # type: ignore[no-untyped-call]
@@ -81,7 +113,7 @@ def test_what_is_clipped_has_no_gradient() -> None:
 @pytest.mark.parametrize("log_ratio", [50.0, 500.0, -500.0])
 def test_a_ratio_beyond_all_bounds_gives_finite_numbers(log_ratio: float) -> None:
     logprobs_BT = (BEHAVIOUR_BT + log_ratio).requires_grad_()
-    value = loss("dapo", logprobs_BT)
+    value = loss("dapo", logprobs_BT, BEHAVIOUR_BT, kl_weight=0.04)
     value.backward()  # type: ignore[no-untyped-call]
     assert value.isfinite()
     assert logprobs_BT.grad is not None

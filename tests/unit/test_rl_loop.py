@@ -17,11 +17,12 @@ from p2pdiloco.rl.loop import RlLoop, shares_of
 from p2pdiloco.rl.shares import Shares
 from p2pdiloco.spec import InnerSpec, RlSpec, RunSpec, SyncSpec
 
+RL = RlSpec(num_groups=2, group_size=3, temperature=0.9)
 SPEC = RunSpec(
     name="a",
     inner=InnerSpec(learning_rate=1e-2, warmup_steps=0, weight_decay=0.0),
     sync=SyncSpec(num_fragments=1, inner_steps=2, overlap_steps=1),
-    rl=RlSpec(num_groups=2, group_size=3, temperature=0.9),
+    rl=RL,
 )
 """Steps of TASKS."""
 
@@ -42,12 +43,13 @@ def episodes() -> list[Episode]:
     return [replace(e, reward=float(e.trajectory % 2)) for e in made]
 
 
-def make_loop() -> tuple[RlLoop, Shares]:
+def make_loop(**rl: float) -> tuple[RlLoop, Shares]:
     model = small_model().requires_grad_()
     fragments = plan_fragments(parameter_shapes(model), 1, embedding_names(model))
-    shares = shares_of(SPEC)
+    spec = SPEC.model_copy(update={"rl": RL.model_copy(update=rl)})
+    shares = shares_of(spec)
     shares.stand_on(0)
-    return RlLoop(model, shares, SPEC, fragments), shares
+    return RlLoop(model, shares, spec, fragments), shares
 
 
 def values_of(loop: RlLoop) -> np.ndarray:
@@ -120,3 +122,23 @@ def test_a_restart_goes_on_with_the_moments_and_the_next_share(
     assert new_shares.has_part
     restarted.step()
     assert restarted.num_steps == 2
+
+
+def test_what_it_is_held_to_is_replaced_after_so_many_merges(episodes: list[Episode]) -> None:
+    """An even version is a new reference; on the odd one after it, the loss has a distance to the
+    one before already where the learner begins."""
+    loop, shares = make_loop(kl_weight=10.0, reference_steps=2)
+    losses = []
+    for step in range(3):
+        loop.overwrite_fragment(0, values_of(loop))
+        shares.stand_on(step)
+        shares.add(step, [replace(e, step=step) for e in episodes])
+        free, its_shares = make_loop()
+        free.overwrite_fragment(0, values_of(loop))
+        its_shares.stand_on(step)
+        its_shares.add(step, [replace(e, step=step) for e in episodes])
+        losses.append(loop.step().loss - free.step().loss)
+        loop.step()
+    assert losses[0] == pytest.approx(0.0, abs=1e-5)
+    assert losses[1] > 1e-3
+    assert losses[2] == pytest.approx(0.0, abs=1e-5)
