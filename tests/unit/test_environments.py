@@ -1,6 +1,9 @@
 """Environments and tools: what they say to what the policy writes."""
 
+import importlib.metadata
 import importlib.util
+import sys
+import types
 
 import pytest
 
@@ -136,6 +139,13 @@ def test_a_missing_package_is_named() -> None:
         ReasoningGym("chain_sum")
 
 
+def test_another_version_of_the_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym", types.ModuleType("reasoning_gym"))
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.1.26")
+    with pytest.raises(UserError, match=r"needs reasoning-gym 0\.1\.25.*got 0\.1\.26"):
+        ReasoningGym("chain_sum")
+
+
 @pytest.mark.skipif(not has_reasoning_gym, reason="needs the extra `reasoning`")
 def test_questions_of_the_package_are_scored() -> None:
     task = ReasoningGym("chain_sum", {"min_terms": 2, "max_terms": 2})
@@ -153,3 +163,9 @@ def test_questions_of_the_package_are_scored() -> None:
 def test_a_generator_whose_scorer_may_evaluate_answers_is_refused() -> None:
     with pytest.raises(UserError, match="does more with an answer"):
         ReasoningGym("string_insertion")
+
+
+@pytest.mark.skipif(not has_reasoning_gym, reason="needs the extra `reasoning`")
+def test_a_generator_that_asks_something_else_in_each_process_is_refused() -> None:
+    with pytest.raises(UserError, match="in every process"):
+        ReasoningGym("ransom_note")
