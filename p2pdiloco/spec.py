@@ -249,11 +249,13 @@ class RlSpec(_Section):
     """
 
     environment: str = Field(
-        default="guess", pattern=r"^(guess|sums|calculator|reasoning-gym:[a-z0-9_]{1,64})$"
+        default="guess",
+        pattern=r"^(guess|(sums|calculator)(:[1-9][0-9]{0,7})?|reasoning-gym:[a-z0-9_]{1,64})$",
     )
     """`guess`: find a number below ten, told more or less; `sums`: add two numbers below a hundred;
     `calculator`: add two numbers below ten thousand, with a tool that does (`rl/tools.py`);
-    `reasoning-gym:NAME`: questions of that generator of the package."""
+    `sums:9`, `calculator:99`: of up to that; `reasoning-gym:NAME`: questions of that generator of
+    the package."""
     num_groups: int = Field(default=8, ge=1, le=HELD_MAX)
     """Tasks of a step."""
     group_size: int = Field(default=16, ge=2, le=HELD_MAX)

@@ -17,8 +17,6 @@ from p2pdiloco.rl.reasoning import ReasoningGym
 from p2pdiloco.rl.tools import sums_with_calculator
 from p2pdiloco.spec import DataSpec, RlSpec, RunSpec
 
-_REASONING_GYM = "reasoning-gym:"
-
 
 def rl_of(spec: RunSpec) -> RlSpec:
     """The table that makes the run an rl run."""
@@ -82,13 +80,14 @@ def _prompt_tokens(rules: Rulebook, trajectory: int) -> int:
 
 @cache
 def _task(environment: str, turns_max: int) -> Task:
-    if environment == "guess":
+    name, _, setting = environment.partition(":")
+    if name == "guess":
         return Guess(turns_max=turns_max)
-    if environment == "sums":
-        return Sums()
-    if environment == "calculator":
-        return sums_with_calculator()
-    return ReasoningGym(environment.removeprefix(_REASONING_GYM))
+    if name == "sums":
+        return Sums(int(setting)) if setting else Sums()
+    if name == "calculator":
+        return sums_with_calculator(int(setting)) if setting else sums_with_calculator()
+    return ReasoningGym(setting)
 
 
 @cache

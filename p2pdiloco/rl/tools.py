@@ -68,6 +68,6 @@ def calculator(argument: str) -> str:
     return str({"+": a + b, "-": a - b, "*": a * b}[parts[2]])
 
 
-def sums_with_calculator() -> WithTools:
-    """Sums of up to four digits, which one call works out and another turn answers."""
-    return WithTools(Sums(largest=9999), "calc: 1+2 works out a sum.\n", {"calc": calculator})
+def sums_with_calculator(largest: int = 9999) -> WithTools:
+    """Sums that one call works out and another turn answers."""
+    return WithTools(Sums(largest), "calc: 1+2 works out a sum.\n", {"calc": calculator})

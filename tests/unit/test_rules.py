@@ -27,7 +27,9 @@ def spec_of(**rl: object) -> RunSpec:
 def test_each_environment_has_its_task() -> None:
     assert task_of(spec_of(turns_max=3)) == Guess(turns_max=3)
     assert task_of(spec_of(environment="sums")) == Sums()
+    assert task_of(spec_of(environment="sums:9")) == Sums(largest=9)
     assert task_of(spec_of(environment="calculator")) == sums_with_calculator()
+    assert task_of(spec_of(environment="calculator:99")) == sums_with_calculator(99)
 
 
 def test_a_trajectory_has_as_many_tokens_as_a_sequence() -> None:

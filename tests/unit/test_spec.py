@@ -192,7 +192,8 @@ def test_lists_become_tuples() -> None:
             'name = "a"\n[rl]\nenvironment = "chess"',
             (
                 "run.toml: rl.environment: expected match pattern "
-                "'^(guess|sums|calculator|reasoning-gym:[a-z0-9_]{1,64})$', got \"chess\""
+                "'^(guess|(sums|calculator)(:[1-9][0-9]{0,7})?|reasoning-gym:[a-z0-9_]{1,64})$', "
+                'got "chess"'
             ),
         ),
         (
