@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, TypedDict
@@ -162,10 +163,12 @@ def _losses(spec: RunSpec, checkpoints: tuple[Path, Path]) -> _Scores:
 
 
 def _rewards(spec: RunSpec, checkpoints: tuple[Path, Path]) -> _Scores:
-    """Mean of a step's tasks with each of the models."""
+    """Mean of as many tasks as a step has trajectories, with each of the models."""
     from p2pdiloco.rl.rules import rulebook_of
 
     rules = rulebook_of(spec, "evaluation", 0)
+    tasks = replace(rules.tasks, num_groups=rules.tasks.num_trajectories, group_size=1)
+    rules = replace(rules, tasks=tasks)
     before, after = (_played(spec, path, rules) for path in checkpoints)
     return {
         "reward_before": fmean(episode.reward for episode in before),
