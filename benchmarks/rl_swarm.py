@@ -3,6 +3,8 @@
     python -m benchmarks.rl_swarm calm                 eight minutes
     python -m benchmarks.rl_swarm kills --minutes 4
     python -m benchmarks.rl_swarm cheat
+    python -m benchmarks.rl_swarm calm --environment sums
+    python -m benchmarks.rl_swarm calm --environment calculator --checkpoint DIRECTORY
 
 Real daemons on this machine, as `p2pdiloco demo --task rl` starts them; each call measures one of
 the three and keeps the others' figures.
@@ -11,6 +13,9 @@ the three and keeps the others' figures.
     kills    one of the three is killed (kill -9) every minute, in turn, and started again 5 s later
     cheat    three honest nodes, and one that gives the best answer to every task and says that the
              policy chose it (`rl_cheat`)
+
+The environment is the guessing game unless another is named, with the settings of `rl_settings`;
+where a checkpoint is named (`rl_warm_start` makes one), it is what the run begins with.
 
 Reward over time is the mean of all shares of a step, as the learners' nodes tell it; forged
 episodes that nobody saw through count with their rewards. What was learnt is therefore measured
@@ -31,8 +36,9 @@ from statistics import fmean
 
 import aiohttp
 
+from benchmarks.rl_settings import spec_of
 from benchmarks.swarm import Swarm, machine, running_swarm, table, write
-from p2pdiloco_daemon.cli.demo import GUESSING
+from p2pdiloco.spec import RunSpec
 from p2pdiloco_daemon.demo.evaluation import Findings, Request, evaluate
 from p2pdiloco_daemon.demo.processes import Home
 from p2pdiloco_daemon.status.view import JsonObject
@@ -40,9 +46,9 @@ from p2pdiloco_daemon.status.view import JsonObject
 RESULTS = Path(__file__).parent / "results" / "rl_swarm"
 
 WHAT = (
-    "Three nodes on one machine guess a number below ten (`benchmarks/rl_swarm.py` says how). "
-    "`before` and `after` are the mean reward of 128 tasks that no step had, with the first weights"
-    " and with those at the end."
+    "Three nodes on one machine guess a number below ten, or do what the arm names"
+    " (`benchmarks/rl_swarm.py` says how). `before` and `after` are the mean reward of 128 tasks"
+    " that no step had, with the first weights and with those at the end."
 )
 NAMES = ("node-1", "node-2", "node-3")
 CHEAT = "cheat"
@@ -112,8 +118,8 @@ def _mean(values: Sequence[float]) -> float | None:
     return fmean(values) if values else None
 
 
-async def measure(arm: str, minutes: float) -> JsonObject:
-    async with running_swarm(GUESSING) as swarm:
+async def measure(arm: str, minutes: float, spec: RunSpec) -> JsonObject:
+    async with running_swarm(spec) as swarm:
         for name in NAMES:
             await swarm.join(name)
         if arm == "cheat":
@@ -187,7 +193,7 @@ def _document(arm: str, minutes: float, curve: Curve, findings: Findings) -> Jso
 
 
 def report(results: Mapping[str, JsonObject]) -> str:
-    arms = [arm for arm in ARMS if arm in results]
+    arms = sorted(results, key=lambda name: (ARMS.index(name.split(",")[0]), name))
     ends = [
         (
             arm,
@@ -248,11 +254,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("arm", choices=ARMS)
     parser.add_argument("--minutes", type=float, default=8.0)
+    parser.add_argument("--environment", default="guess", help="as in the spec")
+    parser.add_argument("--checkpoint", type=Path, help="what the run begins with")
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()
+    environment = arguments.environment
+    if arguments.arm == "cheat" and environment != "guess":
+        parser.error("the cheat knows the guessing game only")
+    spec = spec_of(environment, arguments.checkpoint)
     kept = arguments.results.with_suffix(".json")
     results: dict[str, JsonObject] = json.loads(kept.read_text()) if kept.exists() else {}
-    results[arguments.arm] = asyncio.run(measure(arguments.arm, arguments.minutes))
+    name = arguments.arm if environment == "guess" else f"{arguments.arm}, {environment}"
+    results[name] = asyncio.run(measure(arguments.arm, arguments.minutes, spec))
     write(arguments.results, results, report(results))
 
 
