@@ -3,11 +3,11 @@
 from p2pdiloco.rl.checks import Rulebook
 from p2pdiloco.rl.conversation import Conversation
 from p2pdiloco.rl.episodes import Episode
-from p2pdiloco.rollout.engine import Engine
+from p2pdiloco.rollout.backend import Backend
 from p2pdiloco.rollout.request import Token
 
 
-def play_step(engine: Engine, rules: Rulebook) -> list[Episode]:
+def play_step(engine: Backend, rules: Rulebook) -> list[Episode]:
     """All episodes of a step, by trajectory. `engine` must have room for as many requests."""
     open_ones = [rules.conversation(i) for i in range(rules.tasks.num_trajectories)]
     episodes: list[Episode] = []
@@ -18,7 +18,7 @@ def play_step(engine: Engine, rules: Rulebook) -> list[Episode]:
     return sorted(episodes, key=lambda episode: episode.trajectory)
 
 
-def _play_turn(engine: Engine, conversations: list[Conversation]) -> None:
+def _play_turn(engine: Backend, conversations: list[Conversation]) -> None:
     by_id = {conversation.request().id: conversation for conversation in conversations}
     answers: dict[str, list[Token]] = {name: [] for name in by_id}
     for conversation in conversations:

@@ -14,7 +14,7 @@ from p2pdiloco.protocol.turns import TurnId
 from p2pdiloco.rl.checks import Refusal, Rulebook, resume
 from p2pdiloco.rl.conversation import Conversation
 from p2pdiloco.rl.episodes import unpack
-from p2pdiloco.rollout.engine import Engine
+from p2pdiloco.rollout.backend import Backend
 from p2pdiloco.rollout.request import Progress, Token
 
 
@@ -38,7 +38,7 @@ class Turned:
 class Player:
     """Gives the engine the requests of turns, and takes what it says of them."""
 
-    def __init__(self, engine: Engine, rules: Rulebook) -> None:
+    def __init__(self, engine: Backend, rules: Rulebook) -> None:
         self.rules = rules
         self._engine = engine
         self._playing: dict[str, _Playing] = {}

@@ -21,9 +21,10 @@ from p2pdiloco.rollout.costs import WIDTHS, CostTable, Reliability, Searching, p
 from p2pdiloco.rollout.lean import lean_pass
 from p2pdiloco.rollout.pace import Pace
 from p2pdiloco.rollout.packed import Segment, forward, in_pass_order, num_positions, prepare
+from p2pdiloco.rollout.policy import overwrite, require_answerable
 from p2pdiloco.rollout.request import Finish, Progress, Request, Running, Token
 from p2pdiloco.rollout.rows import Rows
-from p2pdiloco.rollout.sampling import Choice, Sampling, decide, noise_key
+from p2pdiloco.rollout.sampling import Choice, Sampling, decide
 from p2pdiloco.rollout.scheduler import Scheduler
 from p2pdiloco.rollout.suffix import Draft, Drafter
 from p2pdiloco.rollout.verify import Position, Referee, settle
@@ -110,24 +111,31 @@ class Engine:
         """Whether `step` has something to do or to tell."""
         return bool(self.scheduler.waiting or self.scheduler.running or self._cancelled)
 
+    @property
+    def num_running(self) -> int:
+        return len(self.scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.scheduler.waiting)
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens whose keys and values there is room for."""
+        return self.cache.num_slots_max
+
+    @property
+    def cache_share(self) -> float:
+        """Of these, what is in use, by rows and prefixes."""
+        return self.cache.num_slots / max(1, self.cache_tokens)
+
     def num_rows_of(self, length_max: int) -> int:
         """Sequences of this length that run at once."""
         return min(self._limits.num_rows_max, self.cache.num_rows_of(length_max))
 
     def submit(self, request: Request) -> None:
         """Queues a request. `QueueFull` if too many wait, `ValueError` if it can never run."""
-        positions = num_positions(self.model)
-        if request.length_max > positions:
-            raise ValueError(
-                f"request {request.id!r} may grow to {request.length_max} tokens, but the model"
-                f" knows {positions} positions; shorten the prompt or ask for fewer tokens"
-            )
-        vocabulary: int = self.model.config.vocab_size
-        if not all(0 <= token < vocabulary for token in request.prompt):
-            raise ValueError(
-                f"request {request.id!r} has a token that is not one of the {vocabulary} that the"
-                " model knows"
-            )
+        require_answerable(self.model, request)
         self.scheduler.add(request)
 
     @torch.inference_mode()
@@ -146,15 +154,7 @@ class Engine:
         Running requests go on: their keys and values are computed anew, and their next tokens carry
         the new version.
         """
-        parameters = dict(self.model.named_parameters())
-        if weights.keys() != parameters.keys():
-            raise ValueError(
-                "the new weights are of another model: they lack"
-                f" {sorted(parameters.keys() - weights.keys())[:3]} and add"
-                f" {sorted(weights.keys() - parameters.keys())[:3]}"
-            )
-        for name, parameter in parameters.items():
-            parameter.copy_(weights[name])
+        overwrite(self.model, weights)
         self.version = version
         self.cache.prefixes.clear()
         self.scheduler.recompute()
@@ -320,14 +320,8 @@ class Engine:
 
     def _positions(self, work: _Work) -> list[Position]:
         """The places whose logits the work wants: after the last token, and after each drafted."""
-        request, tokens, draft = work.running.request, work.running.tokens, work.draft
         return [
-            Position(
-                request.sampling,
-                noise_key(request.sampling.seed, request.trajectory, len(tokens) + index),
-                lambda index=index: [*tokens, *draft[:index]],  # type: ignore[misc]
-            )
-            for index in range(work.num_wanted)
+            Position.after(work.running, work.draft[:index]) for index in range(work.num_wanted)
         ]
 
     def _settled(

@@ -1,7 +1,8 @@
 """Who runs: a bounded queue, admission in order, chunks of prompts beside the others' decoding."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable
+from itertools import chain
 
 from p2pdiloco.rollout.cache import Cache
 from p2pdiloco.rollout.prefixes import BLOCK_TOKENS
@@ -21,17 +22,8 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Raises `QueueFull` when as many wait as may, `ValueError` for what can never run."""
         if not self._cache.could_admit(request.length_max):
-            raise ValueError(
-                f"request {request.id!r} may need {request.length_max} tokens of cache, which holds"
-                f" {self._cache.num_slots_max}; shorten it or give the cache more memory"
-            )
-        if any(known.request.id == request.id for known in self._all()):
-            raise ValueError(f"request {request.id!r} is here already; give each its own id")
-        if len(self.waiting) >= self._num_waiting_max:
-            raise QueueFull(
-                f"{len(self.waiting)} requests wait, at most {self._num_waiting_max} may;"
-                " ask again later"
-            )
+            raise too_long(request, self._cache.num_slots_max)
+        require_place(request, self.waiting, self.running, self._num_waiting_max)
         self.waiting.append(Running.of(request))
 
     def admit(self) -> list[Running]:
@@ -94,6 +86,25 @@ class Scheduler:
         if row < len(self.running):
             self.running[row] = last
 
-    def _all(self) -> Iterator[Running]:
-        yield from self.waiting
-        yield from self.running
+
+def require_place(
+    request: Request,
+    waiting: Collection[Running],
+    running: Iterable[Running],
+    num_waiting_max: int,
+) -> None:
+    """`QueueFull` when as many wait as may, `ValueError` for an id that is in use."""
+    if any(known.request.id == request.id for known in chain(waiting, running)):
+        raise ValueError(f"request {request.id!r} is here already; give each its own id")
+    if len(waiting) >= num_waiting_max:
+        raise QueueFull(
+            f"{len(waiting)} requests wait, at most {num_waiting_max} may; ask again later"
+        )
+
+
+def too_long(request: Request, cache_tokens: int) -> ValueError:
+    """For a request that the cache does not hold, even alone."""
+    return ValueError(
+        f"request {request.id!r} may need {request.length_max} tokens of cache, which holds"
+        f" {cache_tokens}; shorten it or give the cache more memory"
+    )

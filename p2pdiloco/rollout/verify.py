@@ -26,7 +26,8 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from p2pdiloco.rollout.packed import num_positions
-from p2pdiloco.rollout.sampling import Choice, Sampling, decide
+from p2pdiloco.rollout.request import Running
+from p2pdiloco.rollout.sampling import Choice, Sampling, decide, noise_key
 
 SAFETY = 8.0
 """Margin per largest error seen. Errors of thousands of logits have been looked at by then; among
@@ -44,6 +45,13 @@ class Position:
     prefix: Callable[[], Sequence[int]]
     """All tokens before the place."""
 
+    @classmethod
+    def after(cls, running: Running, draft: Sequence[int] = ()) -> "Position":
+        """The place that follows a sequence, or a draft at its end."""
+        request = running.request
+        key = noise_key(request.sampling.seed, request.trajectory, len(running.tokens) + len(draft))
+        return cls(request.sampling, key, lambda: [*running.tokens, *draft])
+
 
 class Referee:
     """Decides what float32 leaves open, and keeps the margin honest."""
@@ -53,8 +61,8 @@ class Referee:
         model: PreTrainedModel,
         rounded_logits: Callable[[Sequence[int]], Tensor] | None = None,
     ) -> None:
-        """`rounded_logits` gives [T, V] of a sequence alone as the engine computes them, which may
-        be otherwise than by a plain pass.
+        """`rounded_logits` gives those of a sequence alone as the engine computes them, which may
+        be otherwise than by a plain pass: [T, V], or of fewer places at its end.
         """
         self._model = model
         self._rounded_logits = rounded_logits or partial(plain_logits, model)
@@ -67,11 +75,11 @@ class Referee:
     def probe(self) -> None:
         """Widens the margin to what the present weights need. Call it when weights have changed."""
         vocabulary: int = self._model.config.vocab_size
-        num_tokens = min(_PROBE_TOKENS, num_positions(self._model))
+        num_tokens = min(_PROBE_TOKENS, num_positions(self._model) - 1)
         tokens = [i * 7919 % vocabulary for i in range(num_tokens)]
-        exact_TV = canonical_logits(self._model, tokens)
-        rounded_TV = self._rounded_logits(tokens)
-        self._learn((exact_TV - rounded_TV).abs().max().item())
+        rounded_NV = self._rounded_logits(tokens)
+        exact_NV = canonical_logits(self._model, tokens, num_last=len(rounded_NV))
+        self._learn((exact_NV - rounded_NV).abs().max().item())
 
     def verdict(self, position: Position, rounded_V: Tensor) -> Choice:
         """The choice of the canonical logits. `rounded_V` are those that left it open."""

@@ -15,7 +15,7 @@ from p2pdiloco.rl.checks import Refusal, Rulebook, resume, story
 from p2pdiloco.rl.episodes import Episode, pack, unpack
 from p2pdiloco.rl.playing import Player, Turned
 from p2pdiloco.rl.replay import replay
-from p2pdiloco.rollout.engine import Engine
+from p2pdiloco.rollout.backend import Backend
 from p2pdiloco.rollout.request import Progress, QueueFull
 from p2pdiloco_daemon.rollouts.messages import Check, Checked, Message, Play, Played, Refused
 
@@ -24,7 +24,7 @@ class Turns:
     """Answers `Play` and `Check`. `rulebook` gives the rules of a step."""
 
     def __init__(
-        self, engine: Engine, rulebook: Callable[[int], Rulebook], post: Callable[[Message], None]
+        self, engine: Backend, rulebook: Callable[[int], Rulebook], post: Callable[[Message], None]
     ) -> None:
         self._engine = engine
         self._rulebook = rulebook
