@@ -45,6 +45,7 @@ from p2pdiloco_daemon.network import Network, running_network
 from p2pdiloco_daemon.node import Expected, NodeShell
 from p2pdiloco_daemon.report import LearnerReport, Reporter
 from p2pdiloco_daemon.rl.part import RlPart
+from p2pdiloco_daemon.rollouts.backends import TORCH
 from p2pdiloco_daemon.rollouts.completions import Completions
 from p2pdiloco_daemon.rollouts.report import RolloutReport
 from p2pdiloco_daemon.rollouts.worker import (
@@ -82,6 +83,7 @@ class NodeOptions:
     threads: int
     rollouts: bool = False
     """Whether to answer completions, too; in an rl run a node generates in any case."""
+    rollout_backend: str = TORCH
     supervisor_fd: int | None = None
     """See `stop_signals`."""
 
@@ -321,6 +323,7 @@ async def _generating(ground: Ground, part: Part, worker: Executor) -> AsyncIter
         newest=partial(_newest_policy, part.holdings),
         device=ground.options.device,
         threads=ground.options.threads,
+        backend=ground.options.rollout_backend,
     )
     async with running_rollouts(options, on_event, worker) as rollouts:
         assert ground.board.reporter

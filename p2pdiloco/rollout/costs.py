@@ -38,9 +38,11 @@ _TRIALS_MAX = 500.0
 class CostTable:
     """T(batch, tokens) in seconds, on a grid of batch sizes by tokens per sequence."""
 
-    def __init__(self) -> None:
+    def __init__(self, widths: Sequence[int] = WIDTHS) -> None:
+        """An engine without drafts has no widths but 1."""
+        self._widths = widths
         self._seconds: dict[int, list[float]] = {}
-        """By batch size, one entry for each of `WIDTHS`."""
+        """By batch size, one entry for each of the widths."""
         self._rows: dict[int, list[float]] = {}
         """What follows from them, for the batch sizes that were asked for since they changed."""
 
@@ -57,7 +59,7 @@ class CostTable:
         self._seconds, self._rows = {}, {}
         for batch in batches:
             row: list[float] = []
-            for width, before in zip(WIDTHS, (1, *WIDTHS), strict=False):
+            for width, before in zip(self._widths, (1, *self._widths), strict=False):
                 long = row and row[-1] > _TRIAL_S_MAX
                 row.append(row[-1] * width / before if long else timed(batch, width))
             self._seconds[batch] = row
@@ -72,7 +74,7 @@ class CostTable:
         ratio = min(seconds / expected, _OUTLIER)
         row = self._seconds[min(self._seconds, key=lambda known: abs(known - batch))]
         width = num_tokens / batch
-        nearest = min(range(len(WIDTHS)), key=lambda index: abs(WIDTHS[index] - width))
+        nearest = min(range(len(row)), key=lambda index: abs(self._widths[index] - width))
         row[nearest] *= 1 + _NEWEST * (ratio - 1)
         self._rows = {}
 
@@ -81,15 +83,15 @@ class CostTable:
         row = self._rows.get(batch)
         if row is None:
             row = self._rows[batch] = self._row(batch)
-        width = num_tokens / batch
-        if width >= WIDTHS[-1]:
-            return row[-1] * width / WIDTHS[-1]
-        index = bisect_right(WIDTHS, width) - 1
-        share = (width - WIDTHS[index]) / (WIDTHS[index + 1] - WIDTHS[index])
+        width, widths = num_tokens / batch, self._widths
+        if width >= widths[-1]:
+            return row[-1] * width / widths[-1]
+        index = bisect_right(widths, width) - 1
+        share = (width - widths[index]) / (widths[index + 1] - widths[index])
         return row[index] + share * (row[index + 1] - row[index])
 
     def _row(self, batch: int) -> list[float]:
-        """T of this many sequences, one entry for each of `WIDTHS`."""
+        """T of this many sequences, one entry for each of the widths."""
         batches = self.batches
         below = max((b for b in batches if b <= batch), default=batches[0])
         above = min((b for b in batches if b >= batch), default=batches[-1])

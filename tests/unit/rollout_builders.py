@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from p2pdiloco.rollout.backend import Backend
 from p2pdiloco.rollout.engine import Engine, Limits
 from p2pdiloco.rollout.request import Finish, Request, Token
 from p2pdiloco.rollout.sampling import Choice, Sampling, decide, noise_key
@@ -23,12 +24,12 @@ SAMPLINGS = (
 )
 
 
-def small_model(seed: int = 0) -> PreTrainedModel:
+def small_model(seed: int = 0, *, hidden_size: int = 48, scale: float = 8.0) -> PreTrainedModel:
     """Two layers, grouped heads, and logits of several units, so that choices are neither uniform
     nor all alike."""
     config = LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=48,
+        hidden_size=hidden_size,
         intermediate_size=96,
         num_hidden_layers=2,
         num_attention_heads=4,
@@ -44,7 +45,7 @@ def small_model(seed: int = 0) -> PreTrainedModel:
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() == 2:
-                    parameter.mul_(8.0)
+                    parameter.mul_(scale)
     return model.eval()
 
 
@@ -84,14 +85,14 @@ def requests(
     ]
 
 
-def generate(engine: Engine, wanted: Sequence[Request]) -> dict[str, list[Token]]:
+def generate(engine: Backend, wanted: Sequence[Request]) -> dict[str, list[Token]]:
     """All answers, by request id. Submits as the queue allows."""
     for request in wanted:
         engine.submit(request)
     return drain(engine)
 
 
-def drain(engine: Engine) -> dict[str, list[Token]]:
+def drain(engine: Backend) -> dict[str, list[Token]]:
     """Steps until nothing is left to do."""
     answers: dict[str, list[Token]] = {}
     finishes: dict[str, Finish] = {}

@@ -22,6 +22,7 @@ from p2pdiloco_daemon.cli.main import main
 from p2pdiloco_daemon.cli.ports import host_and_port, require_free
 from p2pdiloco_daemon.demo.display import Display
 from p2pdiloco_daemon.demo.supervisor import DemoOptions
+from p2pdiloco_daemon.rollouts import backends
 from p2pdiloco_daemon.status.view import (
     JsonObject,
     Learner,
@@ -313,6 +314,15 @@ def test_simulate_refuses_what_makes_no_sense(
     argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert words in complaint(capsys, "simulate", *argv)
+
+
+def test_a_backend_that_is_not_installed_is_refused_before_anything_else(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(backends, "find_spec", lambda name: None)
+    words = complaint(capsys, "join", "--rollout-backend", "vllm", "--dir", str(tmp_path / "node"))
+    assert words.endswith("not installed: python -m pip install 'p2pdiloco[vllm]'")
+    assert not (tmp_path / "node").exists()
 
 
 def test_simulate_says_what_a_picture_needs(

@@ -9,6 +9,7 @@ from p2pdiloco.errors import UserError
 from p2pdiloco_bootstrap.invite import parse_invite
 from p2pdiloco_daemon.cli.directories import last_node, node_directory, remember_last_node
 from p2pdiloco_daemon.cli.ports import STATUS_PORT, host_and_port, port_number, require_free
+from p2pdiloco_daemon.rollouts.backends import BACKENDS, TORCH, require_backend
 from p2pdiloco_daemon.signals import add_supervisor_option
 
 
@@ -55,6 +56,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "that learns from rollouts does in any case)",
     )
     parser.add_argument(
+        "--rollout-backend",
+        choices=BACKENDS,
+        default=TORCH,
+        help="what generates: p2pdiloco's own engine, or vLLM, for which `pip install "
+        "p2pdiloco[vllm]` is needed; the tokens are the same (default: %(default)s)",
+    )
+    parser.add_argument(
         "--listen",
         type=host_and_port,
         default=("0.0.0.0", 0),
@@ -66,6 +74,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(arguments: argparse.Namespace) -> int:
+    require_backend(arguments.rollout_backend)
     directory = _directory(arguments.invite, arguments.dir)
     require_free("127.0.0.1", arguments.port, "--port")
     host, port = arguments.listen
@@ -87,6 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
                 device=choose_device(arguments.device),
                 threads=arguments.threads,
                 rollouts=arguments.rollouts,
+                rollout_backend=arguments.rollout_backend,
                 supervisor_fd=arguments.supervisor_fd,
             )
         )

@@ -23,6 +23,8 @@ class Start:
     rows_max: int
     waiting_max: int
     cache_bytes: int
+    backend: str
+    """One of `backends.BACKENDS`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,12 +21,14 @@ from functools import partial
 from typing import assert_never, get_args
 
 import torch
+from transformers import PreTrainedModel
 
 from p2pdiloco.errors import P2PDilocoError
 from p2pdiloco.learn.models import build_model
 from p2pdiloco.learn.text import Tokenizer, open_tokenizer
 from p2pdiloco.optim.fragments import Fragment, fragments_of
 from p2pdiloco.rl.rules import rulebook_of
+from p2pdiloco.rollout.backend import Backend
 from p2pdiloco.rollout.engine import Engine, Limits
 from p2pdiloco.rollout.request import Finish, Progress, QueueFull, Request, Token
 from p2pdiloco.rollout.sampling import Sampling
@@ -35,6 +37,7 @@ from p2pdiloco.spec import RunSpec
 from p2pdiloco_daemon.children.background import work_in_background
 from p2pdiloco_daemon.children.channel import ChannelError, MessageReader, pack
 from p2pdiloco_daemon.children.shared_memory import SharedTensors
+from p2pdiloco_daemon.rollouts.backends import TORCH
 from p2pdiloco_daemon.rollouts.messages import (
     Cancel,
     Check,
@@ -164,7 +167,7 @@ class RolloutProcess:
         control: Control,
         memory: SharedTensors,
         fragments: Sequence[Fragment],
-        engine: Engine,
+        engine: Backend,
         tokenizer: Tokenizer,
         length_max: int,
         turns: Turns | None = None,
@@ -330,9 +333,9 @@ class RolloutProcess:
         if now < self._load_at and engine.has_work:
             return
         load = Load(
-            running=len(engine.scheduler.running),
-            waiting=len(engine.scheduler.waiting),
-            cache_share=engine.cache.num_slots / max(1, engine.cache.num_slots_max),
+            running=engine.num_running,
+            waiting=engine.num_waiting,
+            cache_share=engine.cache_share,
             version=engine.version,
             tokens=self._num_tokens,
             drafted=engine.num_drafted,
@@ -349,7 +352,7 @@ class RolloutProcess:
         self._control.post(
             Speeds(
                 num_rows=engine.num_rows_of(self._length_max),
-                cache_tokens=engine.cache.num_slots_max,
+                cache_tokens=engine.cache_tokens,
                 prefill_tokens_per_s=engine.pace.prefill_tokens_per_s / factor,
                 batches=_bytes("i", [batch for batch, _seconds in pace]),
                 token_s=_bytes("f", [seconds * factor for _batch, seconds in pace]),
@@ -415,8 +418,7 @@ def _build(start: Start, control: Control, memory_fd: int) -> RolloutProcess:
         num_rows_max=start.rows_max,
         num_waiting_max=start.waiting_max,
     )
-    clock = time.process_time if start.device == "cpu" else time.perf_counter
-    engine = Engine(model, limits, clock, drafter=SuffixDrafter(), version=NO_VERSION)
+    engine = _backend(start.backend, model, limits, spec.data.sequence_length)
     memory = SharedTensors(memory_fd, [fragment.size for fragment in fragments])
     turns = None
     if spec.rl is not None:
@@ -424,6 +426,16 @@ def _build(start: Start, control: Control, memory_fd: int) -> RolloutProcess:
     tokenizer, length_max = open_tokenizer(spec.data), spec.data.sequence_length
     control.post(Ready(start.device))
     return RolloutProcess(control, memory, fragments, engine, tokenizer, length_max, turns)
+
+
+def _backend(name: str, model: PreTrainedModel, limits: Limits, length_max: int) -> Backend:
+    on_cpu = model.device.type == "cpu"
+    clock = time.process_time if on_cpu else time.perf_counter
+    if name == TORCH:
+        return Engine(model, limits, clock, drafter=SuffixDrafter(), version=NO_VERSION)
+    from p2pdiloco.rollout.vllm_engine import VllmEngine  # not there unless asked for
+
+    return VllmEngine(model, limits, clock, length_max=length_max, version=NO_VERSION)
 
 
 if __name__ == "__main__":

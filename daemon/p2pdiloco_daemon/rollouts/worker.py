@@ -22,6 +22,7 @@ from p2pdiloco.spec import RunSpec
 from p2pdiloco_daemon.children.child import Child
 from p2pdiloco_daemon.children.keeper import ChildKeeper, kept_alive
 from p2pdiloco_daemon.children.shared_memory import SharedTensors, Vector
+from p2pdiloco_daemon.rollouts.backends import TORCH
 from p2pdiloco_daemon.rollouts.held_turns import Played
 from p2pdiloco_daemon.rollouts.messages import (
     Cancel,
@@ -114,6 +115,7 @@ class RolloutOptions:
     newest: Callable[[], Policy | None]
     device: str = "cpu"
     threads: int = 1
+    backend: str = TORCH
 
 
 def running_rollouts(
@@ -250,6 +252,7 @@ class Rollouts(ChildKeeper[Command, Message]):
             rows_max=ROWS_MAX,
             waiting_max=WAITING_MAX + TURNS_MAX,
             cache_bytes=CACHE_BYTES,
+            backend=self._options.backend,
         )
 
     def _life_over(self, reason: str) -> None:
