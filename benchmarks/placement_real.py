@@ -43,10 +43,10 @@ NUM_REPLICAS = 3
 DIVISOR = 8
 LENGTH_MAX = 1024
 """Of a trajectory: what the model is trained on."""
-CACHE_TOKENS = ROWS_MAX * LENGTH_MAX + 60_000 // DIVISOR
-"""The rows when all are full, and as much for prefixes as in the simulation."""
+CACHE_TOKENS = 16 * LENGTH_MAX
+"""Too few for all that 64 trajectories would reuse beside the rows that run."""
 RTT_S = 0.02 / DIVISOR
-CACHE_AWARE = ("WAR's score", "WAR, both", "swarm")
+CACHE_AWARE = ("swarm", "WAR's score", "WAR, both")
 """Each alone and with drafts."""
 
 
@@ -141,7 +141,7 @@ of {1000 * RTT_S:.1f} ms and tools, virtual. The work is that of the simulated b
 lengths and times divided by {DIVISOR}: groups of {GROUP_SIZE} with prompts of 125 to 375 tokens,
 answers of 12 and observations of 32 on average, 4 to 14 turns by group, tools of 0.26 s, no
 trajectory beyond {LENGTH_MAX:,} tokens. A cache holds {CACHE_TOKENS:,} tokens, rows ({ROWS_MAX} at
-most) included.
+most) included: with 64 trajectories per replica too few for all that they would reuse.
 
 Throughput is generated tokens per second of one step, relative to "{BASELINE}" without drafts on
 the same trajectories, geometric mean over the seeds; in brackets the share of prompt tokens that
