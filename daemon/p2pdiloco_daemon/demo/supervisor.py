@@ -18,8 +18,9 @@ from p2pdiloco_daemon.demo.processes import NodeProcess, bootstrap_peer, end, st
 from p2pdiloco_daemon.demo.verdict import NodeOutcome, result
 from p2pdiloco_daemon.status.view import JsonObject
 
-SETTLE_TIMEOUT_S = 20.0
-"""For rounds in flight to end and merges to reach everybody, once training has stopped."""
+SETTLE_TIMEOUT_S = 60.0
+"""For rounds in flight to end and merges to reach everybody, once training has stopped, on a
+machine that may be slow and busy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,14 +156,17 @@ async def _watch(
 
 
 async def _settle(reader: StatusReader, requests: StopRequests) -> bool:
-    """Whether all living nodes came to rest at the same versions in time."""
-    await reader.settle()
-    deadline = time.monotonic() + SETTLE_TIMEOUT_S
+    """Whether all living nodes came to rest at the same versions in time. They are asked again and
+    again: one that was busy has not heard it.
+    """
+    now = asyncio.get_running_loop().time
+    deadline = now() + SETTLE_TIMEOUT_S
     while True:
+        await reader.settle()
         await reader.refresh()
         if reader.settled():
             return True
-        if requests.hurry.is_set() or time.monotonic() >= deadline:
+        if requests.hurry.is_set() or now() >= deadline:
             return False
         await _wait(requests.hurry, 0.5)
 
