@@ -5,6 +5,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 
 import aiohttp
 from aiohttp import web
@@ -29,7 +30,7 @@ from p2pdiloco.rl.episodes import unpack
 from p2pdiloco_bootstrap.serving import PLAIN_TCP, Traffic, new_application, serving_on_tcp
 from p2pdiloco_daemon.exchange import Exchange
 from p2pdiloco_daemon.rl.checker import Checker
-from p2pdiloco_daemon.rl.client import asking_workers
+from p2pdiloco_daemon.rl.client import Heard, Workers, asking_workers
 from p2pdiloco_daemon.rl.crew import Crew
 from p2pdiloco_daemon.rl.dispatcher import Dispatcher
 from p2pdiloco_daemon.rl.routes import RolloutRoutes
@@ -111,6 +112,19 @@ def hostile(turns: Callable[[web.WebSocketResponse], Awaitable[None]]) -> web.Ap
     return app
 
 
+class Near:
+    """Peers as near as one's own worker, however busy the machine was when they were asked how they
+    are: else work could be placed around one of them.
+    """
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+        self.play, self.held = workers.play, workers.held
+
+    async def load(self, peer: str) -> Heard:
+        return replace(await self._workers.load(peer), rtt_s=0.0)
+
+
 @asynccontextmanager
 async def dispatching(apps: Mapping[PeerId, web.Application]) -> AsyncIterator[Member]:
     """Anna, who dispatches, with these peers."""
@@ -126,7 +140,7 @@ async def dispatching(apps: Mapping[PeerId, web.Application]) -> AsyncIterator[M
         workers = await stack.enter_async_context(asking_workers(session, Traffic(), url))
         dispatcher = Dispatcher(
             anna,
-            Crew(ANNA, lambda: anna.worker, workers),
+            Crew(ANNA, lambda: anna.worker, Near(workers)),
             anna.desk,
             Exchange(session, Traffic(), url),
             step_of,
@@ -143,7 +157,7 @@ async def dispatching(apps: Mapping[PeerId, web.Application]) -> AsyncIterator[M
 
 
 async def until(what: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         while not what():  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 

@@ -112,7 +112,7 @@ def test_turns_are_held_as_long_as_their_policy_and_not_its_version(memory: int)
 
     async def main() -> None:
         with ThreadPoolExecutor(1) as executor:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(300):
                 await story(Worker(executor, memory))
 
     asyncio.run(main())

@@ -27,7 +27,7 @@ def test_a_file_that_has_become_shorter_ends_the_answer(tmp_path: Path) -> None:
         app = new_application(1000)
         app.router.add_get("/", answer)
         async with (
-            asyncio.timeout(20),
+            asyncio.timeout(300),
             serving_on_tcp(app) as url,
             aiohttp.ClientSession() as session,
             session.get(url) as response,

@@ -64,7 +64,7 @@ async def browsing(node: Node, *, settle: bool = True) -> AsyncIterator[aiohttp.
     )
     async with (
         serving_page(application, 0) as url,
-        aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=20)) as session,
+        aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=300)) as session,
     ):
         yield session
 
@@ -140,16 +140,17 @@ def test_events_carry_the_status_again_and_again() -> None:
     browse(use)
 
 
-def test_an_open_stream_says_goodbye_and_does_not_hold_up_the_shutdown() -> None:
+def test_an_open_stream_says_goodbye_and_does_not_hold_up_the_shutdown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(status_app, "SHUTDOWN_TIMEOUT_S", 1e6)
+
     async def run() -> None:
-        loop = asyncio.get_running_loop()
         application = build_app(Node().read, event_interval_s=3600.0)
         async with aiohttp.ClientSession() as session:
             async with serving_page(application, 0) as url:
                 response = await session.get(f"{url}api/events")
                 await next_event(response)
-                stopped_at = loop.time()
-            assert loop.time() - stopped_at < status_app.SHUTDOWN_TIMEOUT_S / 2
             assert (await next_event(response))[0] == "bye"
             assert await response.content.read() == b""
             response.close()
@@ -165,7 +166,7 @@ def test_streams_are_bounded_and_a_closed_one_makes_room() -> None:
             assert refused.headers["Retry-After"]
             assert "error" in await refused.json()
         streams.pop().close()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(300):
             while (again := await session.get("/api/events")).status == 503:
                 again.close()
         for stream in (*streams, again):

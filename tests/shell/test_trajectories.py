@@ -71,7 +71,7 @@ class Worker:
 
 def run(story: Callable[[Worker], Awaitable[None]]) -> None:
     async def with_worker() -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(300):
             await story(Worker())
 
     asyncio.run(with_worker())
