@@ -219,10 +219,13 @@ class NodeProcess(Daemon):
         return wait_until(f"a status of {self.directory.name}", self.status)
 
     def settle(self) -> None:
-        request = urllib.request.Request(
-            self._url("settle"), method="POST", headers={ACTION_HEADER: "1"}
-        )
-        self._ask(request, timeout_s=10)
+        self.post("settle")
+
+    def post(self, name: str, body: bytes = b"") -> None:
+        """An action that its page offers."""
+        headers = {ACTION_HEADER: "1"}
+        request = urllib.request.Request(self._url(name), body, headers, method="POST")
+        self._ask(request, timeout_s=PATIENCE_S)
 
     def versions(self) -> list[int]:
         """Of the fragments that it holds; none while it starts."""
@@ -267,6 +270,11 @@ class NodeProcess(Daemon):
 
     def _url(self, name: str) -> str:
         return f"http://127.0.0.1:{self.port}/api/{name}"
+
+
+def all_reached(versions: Sequence[int], wanted: Sequence[int]) -> bool:
+    """Whether each fragment has its version or a later one; what nobody told of has none."""
+    return bool(versions) and all(v >= w for v, w in zip(versions, wanted, strict=True))
 
 
 def settle_on_one_lineage(nodes: Sequence[NodeProcess]) -> None:

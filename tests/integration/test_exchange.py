@@ -21,6 +21,8 @@ from p2pdiloco.learn.predictions import PREDICTIONS_BYTES
 from p2pdiloco.protocol.uplink import Uplink
 from p2pdiloco.signed_spec import SignedSpec, bytes_to_sign, canonical_bytes
 from p2pdiloco.spec import GenesisSpec, RunSpec, TensorLayout
+from p2pdiloco_bootstrap import discovery as discovery_module
+from p2pdiloco_bootstrap import host as host_module
 from p2pdiloco_bootstrap.app import BootstrapOptions, running_bootstrap
 from p2pdiloco_bootstrap.control_sockets import socket_prefix
 from p2pdiloco_bootstrap.discovery import Discovery
@@ -45,9 +47,10 @@ from p2pdiloco_bootstrap.shelf import (
     state_path,
 )
 from p2pdiloco_bootstrap.streams import peer_url
+from p2pdiloco_daemon import fetch
 from p2pdiloco_daemon.exchange import Busy, Exchange, FetchFailed, Refused, Unreachable
 
-pytestmark = pytest.mark.loopback
+pytestmark = [pytest.mark.loopback, pytest.mark.timeout(600)]
 
 T = TypeVar("T")
 
@@ -55,6 +58,8 @@ LOOPBACK = ("127.0.0.1", 0)
 DATA = random.Random(1).randbytes(8 << 20)
 DIGEST = blake2b(DATA, digest_size=32).hexdigest()
 MERGE = merge_path(0, 1, DIGEST)
+IDLE_S = 3.0
+"""Longer than a living donor on this machine ever keeps a byte back."""
 
 
 class FakeShelf:
@@ -65,6 +70,7 @@ class FakeShelf:
         self.num_reads = 0
         self.on_read: Callable[[int], None] = lambda number: None
         self.gate: asyncio.Event | None = None
+        """Before it opens, nobody gets the spec or a merge."""
 
     async def spec(self) -> bytes:
         if self.gate is not None:
@@ -76,6 +82,8 @@ class FakeShelf:
         return RecordsPage(records, ((2, "ab" * 32),)) if fragment == 0 else None
 
     async def merge(self, fragment: int, version: int, digest: str) -> Body | None:
+        if self.gate is not None:
+            await self.gate.wait()
         self.num_reads += 1
         self.on_read(self.num_reads)
         return self.data
@@ -88,6 +96,16 @@ class FakeShelf:
     ) -> Contribution | None:
         payload = f"{peer} {fragment} {version} {term} {attempt}".encode()
         return Contribution(7, 3584, payload) if fragment == 0 else None
+
+
+class CountingUplink(Uplink):
+    """Knows how much it ever let through."""
+
+    num_bytes = 0
+
+    def wait_s(self, num_bytes: int, now: float) -> float:
+        self.num_bytes += num_bytes
+        return super().wait_s(num_bytes, now)
 
 
 class FakeGossip:
@@ -167,7 +185,9 @@ class Swarm:
 
 @pytest.fixture(scope="module")
 def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
-    with asyncio.Runner() as runner:
+    with asyncio.Runner() as runner, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_module, "DHT_WAIT_S", 20.0)  # nobody hangs, and all may be slow
+        patch.setattr(discovery_module, "DHT_TIMEOUT_S", 120.0)
         swarm = Swarm(tmp_path_factory.mktemp("swarm"), runner)
         try:
             runner.run(swarm.open())
@@ -181,6 +201,13 @@ def short_path() -> Iterator[Path]:
     """Short enough for sockets, whatever pytest's own directories are called."""
     with tempfile.TemporaryDirectory() as path:
         yield Path(path)
+
+
+@pytest.fixture(autouse=True)
+def nobody_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a loaded machine a donor that only waits for it would be passed over."""
+    monkeypatch.setattr(fetch, "STALLED_S", 1e9)
+    monkeypatch.setattr(fetch, "PATIENCE_S", 1e9)
 
 
 @pytest.fixture
@@ -204,11 +231,11 @@ def test_bodies_leave_through_the_bucket_and_messages_do_not(
     swarm: Swarm, nodes: list[Node]
 ) -> None:
     a, b, *_ = nodes
-    uplink = b.traffic.uplink = Uplink(rate=1e9)
+    uplink = b.traffic.uplink = CountingUplink(rate=1e9)
     assert swarm.run(a.exchange.get(b.peer, MERGE, len(DATA))) == DATA
-    assert sum(size for _, size in uplink._sent) == len(DATA)
+    assert uplink.num_bytes == len(DATA)
     swarm.run(b.exchange.send(a.peer, b"hello"))
-    assert sum(size for _, size in uplink._sent) == len(DATA)
+    assert uplink.num_bytes == len(DATA)
     assert list(uplink._best) == [a.peer]
 
 
@@ -301,10 +328,17 @@ def test_a_donor_killed_half_way_is_replaced(swarm: Swarm, nodes: list[Node]) ->
 
     async def main() -> None:
         async with swarm.open_node("victim") as victim:
+            killed = asyncio.Event()
             for donor in (victim, b, c):
                 donor.shelf.data = data
-            pid = victim.host.daemon_pid
-            victim.shelf.on_read = lambda n: os.kill(pid, signal.SIGKILL) if n == 5 else None
+            b.shelf.gate = c.shelf.gate = killed
+
+            def kill_at_the_fifth(number: int) -> None:
+                if number == 5:
+                    os.kill(victim.host.daemon_pid, signal.SIGKILL)
+                    killed.set()
+
+            victim.shelf.on_read = kill_at_the_fifth
             donors = [victim.peer, b.peer, c.peer]
             fetched = await a.exchange.fetch(donors, merge_path(0, 1, digest), len(data), digest)
             assert fetched.data == data
@@ -324,12 +358,13 @@ def test_a_stopped_donor_costs_the_idle_timeout(swarm: Swarm, nodes: list[Node])
             stopped.shelf.on_read = lambda n: os.kill(pid, signal.SIGSTOP) if n == 3 else None
             with pytest.raises(Unreachable, match="silent"):
                 stopped.shelf.num_reads = 2
-                await a.exchange.get(stopped.peer, MERGE, 1 << 30, idle_timeout_s=0.3)
+                await a.exchange.get(stopped.peer, MERGE, 1 << 30, idle_timeout_s=IDLE_S)
             donors = [stopped.peer, b.peer]
-            started = time.monotonic()
-            fetched = await a.exchange.fetch(donors, MERGE, len(DATA), DIGEST, idle_timeout_s=0.3)
+            fetched = await a.exchange.fetch(
+                donors, MERGE, len(DATA), DIGEST, idle_timeout_s=IDLE_S
+            )
             assert fetched.data == DATA
-            assert time.monotonic() - started < 8
+            assert set(fetched.bytes_by_donor) == {b.peer}
             os.kill(pid, signal.SIGCONT)
 
     swarm.run(main())
@@ -401,14 +436,16 @@ def test_members_are_found_and_expire_by_their_own_word(swarm: Swarm, nodes: lis
 
     async def main() -> None:
         here, there = Discovery(a.host, "run 1"), Discovery(b.host, "run 1")
+        before = time.time()
         assert await here.announce(("learner",))
+        after = time.time()
         assert await there.announce()
         members = await there.members()
         assert [m.peer for m in members] == sorted([a.peer, b.peer])
         by_peer = {m.peer: m for m in members}
         assert by_peer[a.peer].roles == ("learner",)
         assert by_peer[a.peer].addresses == tuple(await a.host.addresses())
-        assert 590 < by_peer[a.peer].expires_at - time.time() <= 600
+        assert before + 600 <= by_peer[a.peer].expires_at <= after + 600
         assert await Discovery(b.host, "another run").members() == ()
         offset = await here.clock_offset()
         assert offset is not None and offset.num_peers >= 2
