@@ -89,6 +89,11 @@ class Guess:
         return _Guessing(prompt, secret, self.numbers, self.turns_max)
 
 
+_BEGINNING_REWARD = 0.02
+"""Of an answer that is no number and begins like one, or has zeros before it: else four of them,
+which need no line break, are learnt and nothing after them."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Question:
     prompt: str
@@ -96,8 +101,8 @@ class _Question:
 
     def act(self, answer: str) -> Outcome:
         number = number_in(answer)
-        if number is None:
-            return Ended(0.0)
+        if number is None or str(number) != answer.strip():
+            return Ended(_BEGINNING_REWARD if number_in(answer[:1]) is not None else 0.0)
         if number == self.solution:
             return Ended(1.0)
         return Ended(0.1 if len(str(number)) == len(str(self.solution)) else 0.05)
@@ -105,8 +110,9 @@ class _Question:
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Single-turn: add two numbers. A wrong number is worth a little, so that there is something to
-    learn from before the first right one; with a calculator (`tools.py`) it has several turns."""
+    """Single-turn: add two numbers. A wrong number is worth a little, and still less what begins
+    with a digit and is none, so that there is something to learn from before the first right one;
+    with a calculator (`tools.py`) it has several turns."""
 
     largest: int = 99
 

@@ -85,6 +85,8 @@ def test_a_right_sum_is_worth_most_and_a_number_a_little() -> None:
     a, b = environment.prompt.removesuffix("=").split("+")
     assert environment.act(f"{int(a) + int(b)}\n") == Ended(1.0)
     assert environment.act("123456") == Ended(0.05)
+    assert environment.act("1 and") == Ended(0.02)
+    assert environment.act("0000") == Ended(0.02)
     assert environment.act("what?") == Ended(0.0)
 
 
