@@ -200,7 +200,7 @@ class Node:
     def _child(self, name: str) -> psutil.Process:
         for child in self.daemon.children():
             with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-                if name in (child.name(), *child.cmdline()):
+                if name in (child.name(), *" ".join(child.cmdline()).split()):
                     return child
         raise LookupError(f"{self.name} has no {name} just now")
 

@@ -1,10 +1,10 @@
-"""What a volunteer's machine pays for a node: processor and memory of its three processes.
+"""What a volunteer's machine pays for a node: processor and memory of its processes.
 
     python -m benchmarks.node_cost
 
 Three nodes of the tiny model on this machine, merging all the time; nobody looks at their pages.
 Memory is the proportional set size where Linux tells it: pages that several processes share, torch
-above all, are divided among them, so that the three add up. A machine that runs one node only pays
+above all, are divided among them, so that they add up. A machine that runs one node only pays
 more of them: the resident size is the upper bound.
 """
 
@@ -21,7 +21,12 @@ from p2pdiloco_daemon.status.view import JsonObject
 RESULTS = Path(__file__).parent / "results" / "node_cost"
 NODES = 3
 WINDOW_S = 30.0
-PROCESSES = {"daemon": "daemon", "p2pd": "network (p2pd)", "learner": "learner"}
+PROCESSES = {
+    "daemon": "daemon",
+    "p2pd": "network (p2pd)",
+    "learner": "learner",
+    "forkserver": "forkserver",
+}
 
 
 async def measure() -> JsonObject:
@@ -101,7 +106,7 @@ def report(result: JsonObject) -> str:
         ]
         for name, title in PROCESSES.items()
     ]
-    beside = sum(middle(f"{name}_cores") for name in ("daemon", "p2pd"))
+    beside = sum(middle(f"{name}_cores") for name in PROCESSES if name != "learner")
     columns = ["process", "of a core", "wakeups/s", "memory, MB", "resident, MB"]
     return "\n".join(
         [

@@ -23,15 +23,15 @@ from pathlib import Path
 import numpy as np
 import psutil
 
+from benchmarks.made_up import made_up_spec
 from benchmarks.swarm import machine, table, write
-from p2pdiloco.learn.models import build_model, embedding_names, num_parameters, parameter_shapes
 from p2pdiloco.optim.fragments import fragments_of
 from p2pdiloco.protocol.turns import TurnId
 from p2pdiloco.rl.checks import Rulebook
 from p2pdiloco.rl.episodes import pack
 from p2pdiloco.rl.rules import rulebook_of
 from p2pdiloco.rollout.request import Token
-from p2pdiloco.spec import DataSpec, GenesisSpec, RlSpec, RunSpec, SyncSpec, TensorLayout
+from p2pdiloco.spec import DataSpec, RlSpec, RunSpec, SyncSpec
 from p2pdiloco_daemon.rollouts.messages import Finished, Installed, Load, Progressed
 from p2pdiloco_daemon.rollouts.trajectories import RolloutsBusy, TurnRefused
 from p2pdiloco_daemon.rollouts.worker import (
@@ -101,22 +101,8 @@ class Work:
         return rulebook_of(self.spec, RUN_ID, self.version)
 
 
-def made_up_spec() -> RunSpec:
-    """With digests that nobody looks at."""
-    model = build_model(DRAFT.model, DRAFT.seed, DRAFT.data.sequence_length)
-    embeddings = embedding_names(model)
-    tensors = tuple(
-        TensorLayout(name=name, shape=shape, is_embedding=name in embeddings)
-        for name, shape in parameter_shapes(model).items()
-    )
-    genesis = GenesisSpec(
-        num_parameters=num_parameters(model), tensors=tensors, state_digests=("0" * 64,)
-    )
-    return DRAFT.with_genesis(genesis)
-
-
 async def run(minutes: float) -> JsonObject:
-    work = Work(made_up_spec(), random.Random(1))
+    work = Work(made_up_spec(DRAFT), random.Random(1))
     fragments = fragments_of(work.spec)
     work.values = [np.random.default_rng(1).normal(0, 0.05, fragments[0].size).astype(np.float32)]
     options = RolloutOptions(spec=work.spec, run_id=RUN_ID, fragments=fragments, newest=work.newest)

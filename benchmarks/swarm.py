@@ -82,7 +82,11 @@ class Node:
 
     @property
     def learner(self) -> psutil.Process:
-        return self._child(lambda command: "p2pdiloco_daemon.learner.process" in command)
+        return self._child(lambda command: "p2pdiloco_daemon.learner.process" in " ".join(command))
+
+    @property
+    def forkserver(self) -> psutil.Process:
+        return self._child(lambda command: "forkserver" in command[0])
 
     def _child(self, is_wanted: Callable[[list[str]], bool]) -> psutil.Process:
         (child,) = (child for child in self.daemon.children() if is_wanted(child.cmdline()))

@@ -27,6 +27,7 @@ from p2pdiloco_bootstrap.host import Host, HostOptions
 from p2pdiloco_bootstrap.identity import Identity
 from p2pdiloco_bootstrap.serving import Traffic
 from p2pdiloco_bootstrap.shelf import exchange_application
+from p2pdiloco_daemon.children.forkserver import Forkserver
 from p2pdiloco_daemon.chores import (
     SettleRequest,
     compare_with_partners,
@@ -86,6 +87,8 @@ class NodeOptions:
     rollout_backend: str = TORCH
     supervisor_fd: int | None = None
     """See `stop_signals`."""
+    forkserver: Forkserver | None = None
+    """Makes learners and rollout workers at once."""
 
 
 class StatusBoard:
@@ -324,6 +327,7 @@ async def _generating(ground: Ground, part: Part, worker: Executor) -> AsyncIter
         device=ground.options.device,
         threads=ground.options.threads,
         backend=ground.options.rollout_backend,
+        forkserver=ground.options.forkserver,
     )
     async with running_rollouts(options, on_event, worker) as rollouts:
         assert ground.board.reporter
@@ -414,6 +418,7 @@ def _learner_options(
         node_key=ground.identity.peer_id,
         device=ground.options.device,
         threads=ground.options.threads,
+        forkserver=ground.options.forkserver,
     )
 
 

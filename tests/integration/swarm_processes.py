@@ -293,5 +293,5 @@ def settle_on_one_lineage(nodes: Sequence[NodeProcess]) -> None:
 
 def _runs(process: psutil.Process, module: str) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
-        return module in process.cmdline()
+        return module in " ".join(process.cmdline()).split()  # what is forked has one word there
     return False

@@ -18,7 +18,7 @@ class Mortal(ChildKeeper[Stop, Ready]):
     goodbye = Stop()
 
     def __init__(self, life_s: float) -> None:
-        super().__init__(1, NO_MEMORY_FD)
+        super().__init__(1, NO_MEMORY_FD, None)
         self.life_s = life_s
         self.told: asyncio.Queue[tuple[str, float]] = asyncio.Queue()
 

@@ -29,14 +29,18 @@ def bound_command(module: str, *arguments: str) -> list[str]:
     ]
 
 
-def main() -> None:
-    parent, module, *arguments = sys.argv[1:]
+def bind_to(parent: int) -> bool:
+    """This process to its parent; False if that was gone already."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != int(parent):  # killed before we were bound to it
-        return
-    sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    return os.getppid() == parent
+
+
+def main() -> None:
+    parent, module, *arguments = sys.argv[1:]
+    if bind_to(int(parent)):
+        sys.argv = [module, *arguments]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

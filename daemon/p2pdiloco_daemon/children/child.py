@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from p2pdiloco_daemon.children.bound import bound_command
 from p2pdiloco_daemon.children.channel import pack
+from p2pdiloco_daemon.children.forkserver import ForkedProcess, Forkserver
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -40,7 +41,7 @@ class Child(Generic[C]):
 
     name: str
     """As a sentence begins with it."""
-    process: asyncio.subprocess.Process
+    process: asyncio.subprocess.Process | ForkedProcess
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     is_ready: bool = False
@@ -107,8 +108,24 @@ def _named(number: int) -> str:
         return f"signal {number}"
 
 
-async def start_child(name: str, module: str, threads: int, memory_fd: int) -> Child[C]:
-    """Starts MODULE CONTROL_FD MEMORY_FD, bound to us (`bound`). OSError if that cannot be."""
+async def start_child(
+    name: str, module: str, threads: int, memory_fd: int, forkserver: Forkserver | None
+) -> Child[C]:
+    """Has a new process run MODULE CONTROL_FD MEMORY_FD: forked where that can be, else executed.
+    OSError if it can be neither.
+    """
+    if forkserver:
+        try:
+            return Child(name, *await forkserver.fork(module, memory_fd))
+        except OSError as error:
+            logger.warning("%s is executed, since it cannot be forked: %s", name, error)
+    return Child(name, *await _execute(module, threads, memory_fd))
+
+
+async def _execute(
+    module: str, threads: int, memory_fd: int
+) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader, asyncio.StreamWriter]:
+    """Bound to us (`bound`)."""
     ours, theirs = socket.socketpair()
     with theirs:
         try:
@@ -125,4 +142,4 @@ async def start_child(name: str, module: str, threads: int, memory_fd: int) -> C
             ours.close()
             raise
     reader, writer = await asyncio.open_unix_connection(sock=ours)
-    return Child(name, process, reader, writer)
+    return process, reader, writer

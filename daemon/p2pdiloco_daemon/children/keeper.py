@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from p2pdiloco_daemon.children.channel import ChannelError, MessageReader
 from p2pdiloco_daemon.children.child import EXIT_S, Child, start_child
+from p2pdiloco_daemon.children.forkserver import Forkserver
 from p2pdiloco_daemon.children.shared_memory import memory_bytes, open_memory_file
 
 if TYPE_CHECKING:
@@ -47,9 +48,10 @@ class ChildKeeper(ABC, Generic[C, M]):
     goodbye: C
     asked_s: float
 
-    def __init__(self, threads: int, memory_fd: int) -> None:
+    def __init__(self, threads: int, memory_fd: int, forkserver: Forkserver | None) -> None:
         self._threads = threads
         self._memory_fd = memory_fd
+        self._forkserver = forkserver
         self._child: Child[C] | None = None
         self._stopping = asyncio.Event()
         self._ended = asyncio.Event()
@@ -113,13 +115,13 @@ class ChildKeeper(ABC, Generic[C, M]):
     async def _live(self) -> str:
         """One life of the process; returns why it ended."""
         try:
-            child: Child[C] = await start_child(
-                self.name, self.module, self._threads, self._memory_fd
-            )
+            child = await self._started()
         except OSError as error:
             return f"{self.name} could not be started: {error}"
-        self._child = child
         reason = f"{self.name} was left"
+        if child is None:
+            return reason
+        self._child = child
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(child.keep_last_words(), name=f"{self.name}: stderr")
@@ -140,6 +142,19 @@ class ChildKeeper(ABC, Generic[C, M]):
             child.writer.close()
             self._life_over(reason)
         return reason
+
+    async def _started(self) -> Child[C] | None:
+        """None if `stop` came first."""
+        starting: asyncio.Task[Child[C]] = asyncio.create_task(
+            start_child(self.name, self.module, self._threads, self._memory_fd, self._forkserver)
+        )
+        stopping = asyncio.create_task(self._stopping.wait())
+        try:
+            await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            return starting.result() if starting.done() else None
+        finally:
+            starting.cancel()
+            stopping.cancel()
 
     async def _hear(self, child: Child[C]) -> str | None:
         """Until the process closes its socket, or says what cannot be understood (returned)."""

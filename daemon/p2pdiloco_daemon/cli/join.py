@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import os
 import time
 from pathlib import Path
 
@@ -82,25 +83,30 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dir is None:
         remember_last_node(directory)
 
+    # read once, as torch is imported, and children are forked from what has imported it
+    os.environ.update(OMP_NUM_THREADS=str(arguments.threads), GOMP_SPINCOUNT="0")
+    # torch's compiler makes this directory even if nothing is compiled
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(directory))
+
     # imported late: hivemind and torch take seconds, and a wrong invite should be told at once
     from p2pdiloco_daemon.app import NodeOptions, run_node
+    from p2pdiloco_daemon.children.forkserver import running_forkserver
     from p2pdiloco_daemon.learner.device import choose_device
 
-    asyncio.run(
-        run_node(
-            NodeOptions(
-                directory=directory,
-                invite=arguments.invite,
-                status_port=arguments.port,
-                listen=(host, port),
-                device=choose_device(arguments.device),
-                threads=arguments.threads,
-                rollouts=arguments.rollouts,
-                rollout_backend=arguments.rollout_backend,
-                supervisor_fd=arguments.supervisor_fd,
-            )
+    with running_forkserver() as forkserver:
+        options = NodeOptions(
+            directory=directory,
+            invite=arguments.invite,
+            status_port=arguments.port,
+            listen=(host, port),
+            device=choose_device(arguments.device),
+            threads=arguments.threads,
+            rollouts=arguments.rollouts,
+            rollout_backend=arguments.rollout_backend,
+            supervisor_fd=arguments.supervisor_fd,
+            forkserver=forkserver,
         )
-    )
+        asyncio.run(run_node(options))
     return 0
 
 

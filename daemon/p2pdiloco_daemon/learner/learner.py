@@ -21,6 +21,7 @@ import numpy as np
 from p2pdiloco.optim.fragments import Fragment
 from p2pdiloco.spec import RunSpec
 from p2pdiloco_daemon.children.child import Child
+from p2pdiloco_daemon.children.forkserver import Forkserver
 from p2pdiloco_daemon.children.keeper import ChildKeeper, kept_alive
 from p2pdiloco_daemon.children.shared_memory import SharedTensors, Vector
 from p2pdiloco_daemon.learner.messages import (
@@ -150,6 +151,7 @@ class LearnerOptions:
     device: str = "cpu"
     threads: int = 1
     """Torch threads; two on a busy machine are slower than one."""
+    forkserver: Forkserver | None = None
     eval_every_steps: int = 100
     """At least this many steps between evaluations, and at least 19 times the time one takes."""
 
@@ -180,7 +182,7 @@ class Learner(ChildKeeper[Command, Message]):
     def __init__(
         self, options: LearnerOptions, on_event: OnEvent, executor: Executor, memory_fd: int
     ) -> None:
-        super().__init__(options.threads, memory_fd)
+        super().__init__(options.threads, memory_fd, options.forkserver)
         self._options = options
         self._on_event = on_event
         self._executor = executor

@@ -392,10 +392,7 @@ def main(control_fd: int, memory_fd: int) -> None:
         os.set_inheritable(fd, False)
     control = Control(socket.socket(fileno=control_fd))
     try:
-        start = receive_start(control)
-        # AdamW imports the compiler, which makes a directory even if nothing is compiled
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", start.directory)
-        process = _build(start, control, memory_fd)
+        process = _build(receive_start(control), control, memory_fd)
     except EOFError:
         return
     work_in_background()  # not before: importing torch is what everybody waits for

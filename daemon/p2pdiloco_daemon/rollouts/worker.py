@@ -20,6 +20,7 @@ from p2pdiloco.protocol import turns
 from p2pdiloco.protocol.turns import TurnId
 from p2pdiloco.spec import RunSpec
 from p2pdiloco_daemon.children.child import Child
+from p2pdiloco_daemon.children.forkserver import Forkserver
 from p2pdiloco_daemon.children.keeper import ChildKeeper, kept_alive
 from p2pdiloco_daemon.children.shared_memory import SharedTensors, Vector
 from p2pdiloco_daemon.rollouts.backends import TORCH
@@ -116,6 +117,7 @@ class RolloutOptions:
     device: str = "cpu"
     threads: int = 1
     backend: str = TORCH
+    forkserver: Forkserver | None = None
 
 
 def running_rollouts(
@@ -140,7 +142,7 @@ class Rollouts(ChildKeeper[Command, Message]):
     def __init__(
         self, options: RolloutOptions, on_event: OnEvent, executor: Executor, memory_fd: int
     ) -> None:
-        super().__init__(options.threads, memory_fd)
+        super().__init__(options.threads, memory_fd, options.forkserver)
         self._options = options
         self._on_event = on_event
         self._executor = executor
