@@ -11,11 +11,12 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 import psutil
+from forked import ForkedDaemon, fork_daemon
 
 from p2pdiloco_bootstrap.app import PEER_KEY
 from p2pdiloco_bootstrap.control_sockets import remove_leftovers
@@ -29,6 +30,8 @@ T = TypeVar("T")
 
 PATIENCE_S = 180.0
 """On a machine that runs other things too, where importing torch alone may take a minute."""
+
+_COMMAND = "p2pdiloco_daemon.cli.main"
 
 NUM_FRAGMENTS = 3
 SPEC = f"""
@@ -106,15 +109,26 @@ class Daemon:
         self.machine = machine
         self.log = directory.with_suffix(".log")
         home = directory.parent / "home"
+        environment = {"HOME": str(home), "PYTHONUNBUFFERED": "1"}
+        self.process: ForkedDaemon | subprocess.Popen[bytes]
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [*machine.prefix, sys.executable, "-m", "p2pdiloco_daemon.cli.main", *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                env={**os.environ, "HOME": str(home), "PYTHONUNBUFFERED": "1"},
-            )
+            if machine is LOOPBACK and sys.platform == "linux":
+                self.process = fork_daemon(arguments, log.fileno(), environment)
+            else:
+                self.process = subprocess.Popen(
+                    [
+                        *machine.prefix,
+                        sys.executable,
+                        "-m",
+                        "p2pdiloco_daemon.cli.main",
+                        *arguments,
+                    ],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                    env={**os.environ, **environment},
+                )
         self._children: list[psutil.Process] = []
 
     def children(self) -> list[psutil.Process]:
@@ -161,6 +175,22 @@ def is_running(process: psutil.Process) -> bool:
     return False
 
 
+_RUNS: dict[str, dict[Path, bytes]] = {}
+"""By description: what its owner has made of it. To make first weights takes seconds, and all tests
+with the same description may have the same."""
+
+
+def _contents(root: Path, *patterns: str) -> dict[Path, bytes]:
+    found = [path for pattern in patterns for path in root.glob(pattern)]
+    return {path.relative_to(root): path.read_bytes() for path in found}
+
+
+def _restore(contents: Mapping[Path, bytes], root: Path) -> None:
+    for path, content in contents.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_bytes(content)
+
+
 class BootstrapProcess(Daemon):
     """The first peer of a run; `invite` is good as long as it lives.
 
@@ -172,12 +202,16 @@ class BootstrapProcess(Daemon):
     ) -> None:
         described = root / "run.toml"
         described.write_text(spec)
-        Identity.load_or_create(root / "run.key")
         directory = root / "boot"
+        if not directory.exists():
+            _restore(_RUNS.get(spec, {}), root)
+        Identity.load_or_create(root / "run.key")
         directory.with_suffix(".log").unlink(missing_ok=True)
         where = ["--dir", str(directory), "--listen", listen_host(machine), "--port", str(port)]
         super().__init__(directory, ["bootstrap", str(described), *where], machine)
         self.invite = wait_until("the invite", self._read_invite)
+        if spec not in _RUNS:
+            _RUNS[spec] = _contents(root, "run.key", "boot/run.spec", "boot/genesis/*")
 
     def _read_invite(self) -> str | None:
         assert self.process.poll() is None, self.log.read_text()

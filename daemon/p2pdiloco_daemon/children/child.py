@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import socket
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -111,35 +112,41 @@ def _named(number: int) -> str:
 async def start_child(
     name: str, module: str, threads: int, memory_fd: int, forkserver: Forkserver | None
 ) -> Child[C]:
-    """Has a new process run MODULE CONTROL_FD MEMORY_FD: forked where that can be, else executed.
-    OSError if it can be neither.
+    """Has a new process run MODULE CONTROL_FD MEMORY_FD, bound to us: forked where that can be,
+    else executed. OSError if it can be neither.
     """
-    if forkserver:
-        try:
-            return Child(name, *await forkserver.fork(module, memory_fd))
-        except OSError as error:
-            logger.warning("%s is executed, since it cannot be forked: %s", name, error)
-    return Child(name, *await _execute(module, threads, memory_fd))
-
-
-async def _execute(
-    module: str, threads: int, memory_fd: int
-) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader, asyncio.StreamWriter]:
-    """Bound to us (`bound`)."""
     ours, theirs = socket.socketpair()
-    with theirs:
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *bound_command(module, str(theirs.fileno()), str(memory_fd)),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.DEVNULL,
-                stderr=asyncio.subprocess.PIPE,
-                pass_fds=(theirs.fileno(), memory_fd),
-                start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": "0"},
-            )
-        except OSError:
-            ours.close()
-            raise
     reader, writer = await asyncio.open_unix_connection(sock=ours)
-    return process, reader, writer
+    try:
+        with theirs:
+            fds = (theirs.fileno(), memory_fd)
+            process = await _forked(name, module, fds, forkserver)
+            return Child(name, process or await _executed(module, threads, fds), reader, writer)
+    except BaseException:
+        writer.close()
+        raise
+
+
+async def _forked(
+    name: str, module: str, fds: Sequence[int], forkserver: Forkserver | None
+) -> ForkedProcess | None:
+    """None if that cannot be."""
+    if forkserver is None:
+        return None
+    try:
+        return await forkserver.fork(module, fds)
+    except OSError as error:
+        logger.warning("%s is executed, since it cannot be forked: %s", name, error)
+        return None
+
+
+async def _executed(module: str, threads: int, fds: Sequence[int]) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *bound_command(module, *map(str, fds)),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+        pass_fds=fds,
+        start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": "0"},
+    )

@@ -20,7 +20,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import NoReturn
@@ -38,11 +38,12 @@ once it is built."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 _ORDER_BYTES = 256
-_PID_BYTES = 4
+_PID_BYTES = 16
+_FDS_MAX = 8
 
 
 class ForkedProcess:
-    """A child that the forkserver made, with the face of an `asyncio.subprocess.Process`."""
+    """A process that the forkserver made, with the face of an `asyncio.subprocess.Process`."""
 
     def __init__(self, pid: int, stderr: asyncio.StreamReader) -> None:
         self.pid = pid
@@ -75,35 +76,38 @@ class Forkserver:
         self.pid = pid
         self._orders = orders
 
-    async def fork(
-        self, module: str, memory_fd: int
-    ) -> tuple[ForkedProcess, asyncio.StreamReader, asyncio.StreamWriter]:
-        """Has a new process run MODULE CONTROL_FD MEMORY_FD; (it, the streams of its control
-        socket). OSError if that cannot be.
+    async def fork(self, module: str, fds: Sequence[int]) -> ForkedProcess:
+        """Has a new process run MODULE FDS... in a session of its own; OSError if that cannot
+        be.
         """
-        ours, theirs = socket.socketpair()
-        reader, writer = await asyncio.open_unix_connection(sock=ours)
-        try:
-            with theirs:
-                stderr = await self._order(module, theirs.fileno(), memory_fd)
+        told, pid_end = socket.socketpair()
+        said, stderr_end = socket.socketpair()
+        with told:
+            with pid_end, stderr_end:
+                stderr = await _reading(said)
+                order(self._orders, module, [pid_end.fileno(), stderr_end.fileno(), *fds])
+            told.setblocking(False)
             async with asyncio.timeout(FORK_S):
-                return ForkedProcess(await _pid_told(reader), stderr), reader, writer
-        except BaseException:
-            writer.close()
-            raise
+                pid = await asyncio.get_running_loop().sock_recv(told, _PID_BYTES)
+        if not pid:
+            raise ConnectionError("the forkserver has ended")
+        return ForkedProcess(int(pid), stderr)
 
-    async def _order(self, module: str, control_fd: int, memory_fd: int) -> asyncio.StreamReader:
-        """-> what the child will write to stderr, which ends with it, or if there will be none."""
-        output, their_stderr = os.pipe()
-        try:
-            stderr = asyncio.StreamReader()
-            await asyncio.get_running_loop().connect_read_pipe(
-                lambda: asyncio.StreamReaderProtocol(stderr), os.fdopen(output, "rb", 0)
-            )
-            socket.send_fds(self._orders, [module.encode()], [control_fd, memory_fd, their_stderr])
-        finally:
-            os.close(their_stderr)
-        return stderr
+
+async def _reading(source: socket.socket) -> asyncio.StreamReader:
+    """Closes it at its end."""
+    reader = asyncio.StreamReader()
+    protocol = asyncio.StreamReaderProtocol(reader)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, source)
+    return reader
+
+
+def order(orders: socket.socket, module: str, fds: Sequence[int]) -> None:
+    """What `serve` takes. `fds` are where the process id will be told, stderr, and those of which
+    the process itself will be told the numbers.
+    """
+    assert len(module) <= _ORDER_BYTES and len(fds) <= _FDS_MAX
+    socket.send_fds(orders, [module.encode()], fds)
 
 
 @contextmanager
@@ -114,53 +118,55 @@ def running_forkserver() -> Iterator[Forkserver | None]:
     if sys.platform != "linux":
         yield None
         return
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    daemon = os.getpid()
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    adopt_orphans()
+    me = os.getpid()
+    ours, theirs = order_sockets()
+    sys.stdout.flush()  # or each child would write it again
     pid = os.fork()
     if pid == 0:
         ours.close()
-        _leave_with(partial(_serve, theirs, daemon))
+        _leave_with(partial(serve, theirs, me, PRELOADED))
     theirs.close()
     ours.setblocking(False)
     try:
         with ours:
             yield Forkserver(ours, pid)
     finally:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
 
 
-async def _pid_told(reader: asyncio.StreamReader) -> int:
-    """The first that comes from a child."""
-    try:
-        return int.from_bytes(await reader.readexactly(_PID_BYTES), "big")
-    except asyncio.IncompleteReadError as error:
-        raise ConnectionError("the forkserver has ended") from error
+def adopt_orphans() -> None:
+    """From now on, of all that descend from this process."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def _serve(orders: socket.socket, daemon: int) -> None:
-    """Until the daemon closes its end, or is gone."""
+def order_sockets() -> tuple[socket.socket, socket.socket]:
+    """An order is a message, whole or not there."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def serve(orders: socket.socket, parent: int, preloaded: Sequence[str]) -> None:
+    """Until the other end is closed, or `parent`, for whom it forks, is gone."""
     os.setsid()
-    if not bind_to(daemon):
+    if not bind_to(parent):
         return
-    setproctitle("p2pdiloco forkserver")
     nothing = os.open(os.devnull, os.O_RDWR)
     for fd in range(3):
         os.dup2(nothing, fd)
-    for module in PRELOADED:
+    setproctitle("p2pdiloco forkserver")
+    for module in preloaded:
         _import(module)
     while True:
-        order, fds, _flags, _address = socket.recv_fds(orders, _ORDER_BYTES, 3)
-        if not order:
+        message, fds, _flags, _address = socket.recv_fds(orders, _ORDER_BYTES, _FDS_MAX)
+        if not message:
             return
-        module = order.decode()
+        module = message.decode()
         _import(module)
         gc.freeze()  # what is here by now, children do not look through: they share its memory
         if os.fork() == 0:
             orders.close()
-            _fork_for_adoption(partial(_be_child, module, daemon, os.getpid(), *fds))
+            _fork_for_adoption(partial(_be_child, parent, os.getpid(), module, *fds))
         os.wait()
         for fd in fds:
             os.close(fd)
@@ -172,25 +178,26 @@ def _import(module: str) -> None:
 
 
 def _fork_for_adoption(run: Callable[[], None]) -> NoReturn:
-    """Ends at once, whereupon the daemon adopts who is to run."""
+    """Ends at once, whereupon the parent of the forkserver adopts who is to run."""
     if os.fork() == 0:
         _leave_with(run)
     os._exit(0)
 
 
 def _be_child(
-    module: str, daemon: int, middle: int, control_fd: int, memory_fd: int, stderr_fd: int
+    parent: int, middle: int, module: str, pid_fd: int, stderr_fd: int, *fds: int
 ) -> None:
-    """What `children.bound` does, once the daemon has adopted this process."""
+    """What `python -m` does, once `parent` has adopted this process."""
     os.setsid()
     _until_ended(middle)
-    if not bind_to(daemon):
+    if not bind_to(parent):
         return
-    os.dup2(stderr_fd, sys.stderr.fileno())
+    os.dup2(stderr_fd, 2)
     os.close(stderr_fd)
-    setproctitle(f"{sys.executable} -m {module}")
-    os.write(control_fd, os.getpid().to_bytes(_PID_BYTES, "big"))
-    sys.argv = [module, str(control_fd), str(memory_fd)]
+    sys.argv = [module, *map(str, fds)]
+    setproctitle(" ".join([sys.executable, "-m", *sys.argv]))
+    os.write(pid_fd, str(os.getpid()).encode())
+    os.close(pid_fd)
     sys.modules.pop(module, None)  # it has been imported, not run
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
@@ -217,5 +224,6 @@ def _leave_with(run: Callable[[], None]) -> NoReturn:
         traceback.print_exc()
     finally:
         with suppress(OSError):
+            sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
