@@ -112,28 +112,38 @@ def order(orders: socket.socket, module: str, fds: Sequence[int]) -> None:
 
 @contextmanager
 def running_forkserver() -> Iterator[Forkserver | None]:
-    """As long as the block lasts; None where there is no such thing. Before it, nothing may have
-    been opened that a child must not have.
+    """As long as the block lasts; None where there cannot be one. Before it, nothing may have been
+    opened that a child must not have.
     """
     if sys.platform != "linux":
         yield None
         return
     adopt_orphans()
     me = os.getpid()
-    ours, theirs = order_sockets()
     sys.stdout.flush()  # or each child would write it again
-    pid = os.fork()
-    if pid == 0:
-        ours.close()
-        _leave_with(partial(serve, theirs, me, PRELOADED))
-    theirs.close()
-    ours.setblocking(False)
-    try:
-        with ours:
+    ours, theirs = order_sockets()
+    with ours:
+        with theirs:
+            pid = _fork_if_possible()
+            if pid == 0:
+                ours.close()
+                _leave_with(partial(serve, theirs, me, PRELOADED))
+        if pid is None:
+            yield None
+            return
+        ours.setblocking(False)
+        try:
             yield Forkserver(ours, pid)
-    finally:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def _fork_if_possible() -> int | None:
+    """Where there may be no more processes, whoever needs one can say so."""
+    with suppress(OSError):
+        return os.fork()
+    return None
 
 
 def adopt_orphans() -> None:
