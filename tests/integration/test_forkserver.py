@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from swarm_processes import is_running, wait_until
 
 from p2pdiloco_daemon.children import forkserver
 
@@ -129,8 +130,7 @@ def test_none_outlives_the_daemon(tmp_path: Path) -> None:
         _name, pid, *_ = daemon.ask("wait")
         left = [psutil.Process(int(pid)), psutil.Process(daemon.server)]
         daemon.process.kill()
-        _gone, alive = psutil.wait_procs(left, GONE_S)
-        assert not alive
+        wait_until("none lives on", lambda: not any(map(is_running, left)))
 
 
 def test_a_daemon_that_ends_takes_the_forkserver_along(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_a_daemon_that_ends_takes_the_forkserver_along(tmp_path: Path) -> None:
         assert daemon.process.stdin
         daemon.process.stdin.close()
         assert daemon.process.wait(GONE_S) == 0
-        assert not server.is_running()
+        assert not is_running(server)
 
 
 def test_without_the_forkserver_children_are_executed(tmp_path: Path) -> None:
@@ -149,4 +149,4 @@ def test_without_the_forkserver_children_are_executed(tmp_path: Path) -> None:
         name, pid, session, size, told_pid, kind = daemon.ask("wait")
         assert (name, size, kind) == ("__main__", "7", "Process")
         assert pid == session == told_pid
-        assert psutil.Process(int(earlier)).is_running()
+        assert is_running(psutil.Process(int(earlier)))
