@@ -23,8 +23,8 @@ from p2pdiloco_daemon.learner.learner import (
     running_learner,
 )
 
-START_S = 180.0
-"""On a machine that runs other tests too, where importing torch alone may take a minute."""
+START_S = 400.0
+"""On a slow machine that runs other tests too, where importing torch alone may take minutes."""
 
 E = TypeVar("E", bound=LearnerEvent)
 

@@ -4,8 +4,8 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -28,8 +28,11 @@ from p2pdiloco_daemon.storage.place import IDENTITY_FILE
 
 T = TypeVar("T")
 
-PATIENCE_S = 180.0
-"""On a machine that runs other things too, where importing torch alone may take a minute."""
+PATIENCE_S = 400.0
+"""On a slow machine that runs other things too, where importing torch alone may take minutes."""
+
+LEAVE_S = 60.0
+"""A node promises to be out within ten seconds; here others may have the processors just then."""
 
 _COMMAND = "p2pdiloco_daemon.cli.main"
 
@@ -63,13 +66,6 @@ def wait_until(what: str, condition: Callable[[], T | None], timeout_s: float = 
             return value
         assert time.monotonic() < deadline, f"not within {timeout_s:.0f} s: {what}"
         time.sleep(0.2)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class Machine(Protocol):
@@ -144,13 +140,11 @@ class Daemon:
         self.process.kill()
         self.process.wait()
 
-    def leave(self) -> float:
-        """SIGTERM; returns the seconds it took to leave."""
+    def leave(self) -> None:
+        """SIGTERM, after which it must be gone soon."""
         self.children()
-        started = time.monotonic()
         self.process.send_signal(signal.SIGTERM)
-        self.process.wait(PATIENCE_S)
-        return time.monotonic() - started
+        self.process.wait(LEAVE_S)
 
     def orphans(self) -> list[psutil.Process]:
         """What it started and that lives on."""
@@ -220,19 +214,25 @@ class BootstrapProcess(Daemon):
 
 
 class NodeProcess(Daemon):
-    """One `p2pdiloco join`; without `invite` it goes on with the run of its directory."""
+    """One `p2pdiloco join`; without `invite` it goes on with the run of its directory.
+
+    Its page is on `port`, or on a free one that it takes itself and tells of in its log, which it
+    goes on with where the directory had one before.
+    """
 
     def __init__(
         self,
         directory: Path,
         invite: str | None = None,
-        port: int | None = None,
+        port: int = 0,
         machine: Machine = LOOPBACK,
         options: Sequence[str] = (),
     ) -> None:
-        self.port = port or machine.call(free_port)
+        log = directory.with_suffix(".log")
+        self._log_start = log.stat().st_size if log.exists() else 0
+        self._page: str | None = None
         listen = f"{listen_host(machine)}:0"
-        where = ["--dir", str(directory), "--port", str(self.port), "--listen", listen]
+        where = ["--dir", str(directory), "--port", str(port), "--listen", listen]
         arguments = ["join", *([invite] if invite else []), *where, *options]
         super().__init__(directory, arguments, machine)
 
@@ -240,10 +240,26 @@ class NodeProcess(Daemon):
     def is_alive(self) -> bool:
         return self.process.poll() is None
 
+    @property
+    def page(self) -> str:
+        """The address of its page, soon."""
+        return wait_until(f"the page of {self.directory.name}", self._find_page)
+
+    def _find_page(self) -> str | None:
+        if self._page is None:
+            with self.log.open(errors="replace") as log:
+                log.seek(self._log_start)
+                told = re.search(r"the status page is at (\S+)/\n", log.read())
+            self._page = told[1] if told else None
+        return self._page
+
     def status(self) -> JsonObject | None:
         """None while it starts, is busy or dead."""
+        page = self._find_page()
+        if page is None:
+            return None
         try:
-            status: JsonObject = json.loads(self._ask(self._url("status"), timeout_s=2))
+            status: JsonObject = json.loads(self.ask(f"{page}/api/status", timeout_s=2))
             return status
         except (OSError, ValueError, http.client.HTTPException):
             return None
@@ -252,17 +268,16 @@ class NodeProcess(Daemon):
         """Its status, soon."""
         return wait_until(f"a status of {self.directory.name}", self.status)
 
+    def post(self, name: str, body: bytes = b"") -> None:
+        """An action that its page offers."""
+        url, headers = f"{self.page}/api/{name}", {ACTION_HEADER: "1"}
+        self.ask(urllib.request.Request(url, body, headers, method="POST"))
+
     def settle(self) -> None:
         self.post("settle")
 
-    def post(self, name: str, body: bytes = b"") -> None:
-        """An action that its page offers."""
-        headers = {ACTION_HEADER: "1"}
-        request = urllib.request.Request(self._url(name), body, headers, method="POST")
-        self._ask(request, timeout_s=PATIENCE_S)
-
     def versions(self) -> list[int]:
-        """Of the fragments that it holds; none while it starts."""
+        """Of its fragments, -1 for one that it does not hold; none while it starts or is busy."""
         status = self.status()
         return [f["version"] for f in status["fragments"]] if status else []
 
@@ -294,16 +309,15 @@ class NodeProcess(Daemon):
     def words(self) -> str:
         return self.log.read_text(errors="replace")
 
-    def _ask(self, request: str | urllib.request.Request, timeout_s: float) -> bytes:
+    def ask(self, request: str | urllib.request.Request, timeout_s: float = PATIENCE_S) -> bytes:
+        """The answer of its page; HTTPError for a refusal."""
+
         def ask() -> bytes:
             with urllib.request.urlopen(request, timeout=timeout_s) as response:
                 answer: bytes = response.read()
                 return answer
 
         return self.machine.call(ask)
-
-    def _url(self, name: str) -> str:
-        return f"http://127.0.0.1:{self.port}/api/{name}"
 
 
 def all_reached(versions: Sequence[int], wanted: Sequence[int]) -> bool:
@@ -320,7 +334,8 @@ def settle_on_one_lineage(nodes: Sequence[NodeProcess]) -> None:
         found = [status for node in nodes if (status := node.status())]
         heads = [[(f["version"], f["digest"]) for f in status["fragments"]] for status in found]
         settled = [status["state"] == "settled" for status in found]
-        return len(found) == len(nodes) and all(settled) and all(h == heads[0] for h in heads)
+        one = len(found) == len(nodes) and all(settled) and all(h == heads[0] for h in heads)
+        return one and all(digest for _version, digest in heads[0])
 
     wait_until("one lineage", agreed)
 

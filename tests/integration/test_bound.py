@@ -10,8 +10,8 @@ import pytest
 
 from p2pdiloco_daemon.children.bound import bound_command
 
-pytestmark = pytest.mark.loopback
-GONE_S = 30.0
+pytestmark = [pytest.mark.loopback, pytest.mark.timeout(600)]
+GONE_S = 300.0
 
 MODULE = """
 import os, sys, time

@@ -16,7 +16,7 @@ from benchmarks.chaos_faults import FAULTS_MAX, RESTARTS, Kind, draw
 from benchmarks.chaos_swarm import ChaosSwarm, running_chaos_swarm
 from benchmarks.chaos_watch import Watch
 
-pytestmark = [pytest.mark.loopback, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.loopback, pytest.mark.slow, pytest.mark.timeout(2400)]
 
 T = TypeVar("T")
 

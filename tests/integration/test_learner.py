@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from learner_stage import Stage, open_stage, run_spec
+from learner_stage import START_S, Stage, open_stage, run_spec
 
 from p2pdiloco.optim.fragments import fragments_of
 from p2pdiloco.spec import DataSpec, ModelSpec, RunSpec, SyncSpec
@@ -34,7 +34,7 @@ from p2pdiloco_daemon.learner.learner import (
 )
 from p2pdiloco_daemon.learner.process import CHECKPOINT_NAME
 
-pytestmark = [pytest.mark.loopback, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.loopback, pytest.mark.timeout(1200)]
 
 DRAFT = RunSpec(name="test", sync=SyncSpec(num_fragments=3), data=DataSpec(sequence_length=32))
 
@@ -288,7 +288,7 @@ def test_no_orphan_is_left_when_the_daemon_is_killed(tmp_path: Path) -> None:
         child_pid = int(daemon.stdout.readline())
         child = psutil.Process(child_pid)
         daemon.kill()
-        child.wait(timeout=10)
+        child.wait(timeout=START_S)
 
 
 @pytest.mark.parametrize("bytes_sent", [b"", b"\xff" * 64], ids=["closed", "garbage"])
@@ -312,7 +312,7 @@ def test_a_control_socket_that_closes_or_talks_garbage_ends_it(bytes_sent: bytes
     with process, daemon:
         daemon.sendall(bytes_sent)
         daemon.shutdown(socket.SHUT_WR)
-        _, stderr = process.communicate(timeout=30)
+        _, stderr = process.communicate(timeout=START_S)
     assert process.returncode == (1 if bytes_sent else 0)
     assert len(stderr.splitlines()) == (1 if bytes_sent else 0)
 

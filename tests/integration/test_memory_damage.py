@@ -13,6 +13,7 @@ from swarm_processes import (
     BootstrapProcess,
     Daemon,
     NodeProcess,
+    all_reached,
     settle_on_one_lineage,
     wait_until,
 )
@@ -27,7 +28,7 @@ from p2pdiloco_daemon.waking import replica_of
 pytestmark = [
     pytest.mark.loopback,
     pytest.mark.slow,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(
         not os.access("/proc/self/mem", os.W_OK), reason="needs a /proc/PID/mem that can be written"
     ),
@@ -57,13 +58,9 @@ class Swarm:
         return None
 
     def wait_for_merges(self, count: int) -> None:
-        before = wait_until("versions", self.nodes[0].versions)
-        wait_until(
-            f"{count} merges of each fragment",
-            lambda: all(
-                a - b >= count for a, b in zip(self.nodes[0].versions(), before, strict=False)
-            ),
-        )
+        first = self.nodes[0]
+        wanted = [version + count for version in wait_until("versions", first.versions)]
+        wait_until(f"each fragment at {wanted}", lambda: all_reached(first.versions(), wanted))
 
 
 @pytest.fixture(scope="module")

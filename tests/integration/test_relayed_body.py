@@ -13,7 +13,7 @@ from p2pdiloco_bootstrap.host import Host, HostOptions, open_host
 from p2pdiloco_bootstrap.serving import Traffic, new_application, send_body
 from p2pdiloco_bootstrap.streams import peer_url
 
-pytestmark = pytest.mark.loopback
+pytestmark = [pytest.mark.loopback, pytest.mark.timeout(600)]
 
 BODY = bytes(range(256)) * (4 << 12)
 """4 MiB: thirty times what go-libp2p's default relay carries."""
@@ -51,7 +51,7 @@ async def opened(
 
 async def relayed_address(host: Host) -> str:
     """Once a relay has a slot for it."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(300):
         while True:
             for address in await host.addresses():
                 return address

@@ -23,7 +23,7 @@ from p2pdiloco_daemon.learner.learner import (
     StepsDone,
 )
 
-pytestmark = [pytest.mark.loopback, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.loopback, pytest.mark.timeout(1200)]
 
 H = 3
 SPEC = run_spec(

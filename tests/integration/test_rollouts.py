@@ -8,14 +8,12 @@ import urllib.request
 from collections.abc import Iterator
 
 import pytest
-from swarm_processes import BootstrapProcess, NodeProcess, wait_until
+from swarm_processes import PATIENCE_S, BootstrapProcess, NodeProcess, wait_until
 
 from p2pdiloco_daemon.status.app import COMPLETIONS_PATH
 from p2pdiloco_daemon.status.view import JsonObject
 
-pytestmark = [pytest.mark.loopback, pytest.mark.slow, pytest.mark.timeout(600)]
-
-PATIENCE_S = 180
+pytestmark = [pytest.mark.loopback, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")
@@ -41,13 +39,11 @@ def ask(node: NodeProcess, **body: object) -> list[str]:
     """The lines of the answer; HTTPError for anything but 200."""
     question = {"prompt": "In the ", "max_tokens": 8, **body}
     request = urllib.request.Request(
-        f"http://127.0.0.1:{node.port}{COMPLETIONS_PATH}",
+        node.page + COMPLETIONS_PATH,
         data=json.dumps(question).encode(),
         headers={"Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
-        lines: list[str] = response.read().decode().splitlines()
-        return lines
+    return node.ask(request).decode().splitlines()
 
 
 def refusal(node: NodeProcess, **body: object) -> tuple[int, str]:
@@ -118,7 +114,7 @@ def test_a_killed_worker_is_told_of_and_comes_back(node: NodeProcess) -> None:
 
 
 def test_nothing_is_left_of_a_node_that_serves(node: NodeProcess) -> None:
-    assert node.leave() < 10
+    node.leave()
     assert node.process.returncode == 0
     assert node.left_nothing()
     assert "Traceback" not in node.words()

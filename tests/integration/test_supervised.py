@@ -12,7 +12,7 @@ from swarm_processes import PATIENCE_S, is_running, wait_until
 from p2pdiloco.spec import RunSpec
 from p2pdiloco_daemon.cli.new import write_draft
 
-pytestmark = [pytest.mark.loopback, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.loopback, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 SUPERVISOR = """
 import asyncio, sys

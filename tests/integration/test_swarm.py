@@ -15,21 +15,20 @@ from swarm_processes import (
     BootstrapProcess,
     Daemon,
     NodeProcess,
+    all_reached,
     settle_on_one_lineage,
     wait_until,
 )
 
+from benchmarks.chaos_watch import WAITING_S_MAX, WAITING_SHARE_MAX
 from p2pdiloco_bootstrap.identity import Identity
 from p2pdiloco_bootstrap.invite import make_invite
 from p2pdiloco_daemon.storage.store import Store
 
-pytestmark = [pytest.mark.loopback, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.loopback, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 NUM_NODES = 4
 KILLS = 10
-LONGEST_PAUSE_S = 8.0
-"""Between two steps of a learner that another test beside this one may starve; a learner that
-waited for a dead synchronizer would pause longer, and at every kill."""
 
 
 class Swarm:
@@ -64,11 +63,8 @@ class Swarm:
         return None
 
     def wait_for_merges(self, count: int) -> None:
-        before = wait_until("versions", self.head)
-        wait_until(
-            f"{count} merges of each fragment after {before}",
-            lambda: all(a - b >= count for a, b in zip(self.head(), before, strict=True)),
-        )
+        wanted = [version + count for version in wait_until("versions", self.head)]
+        wait_until(f"each fragment at {wanted}", lambda: all_reached(self.head(), wanted))
 
     def end(self) -> None:
         for daemon in self._all:
@@ -91,24 +87,48 @@ def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
 
 
 class Watch:
-    """Notices a learner that pauses: its step counter must grow again and again."""
+    """Knows since when learners train, and of how much of that they account for: steps, what is
+    between them and evaluations. What they lack for a core is part of these, so that nobody waits
+    because the machine is busy.
+    """
 
     def __init__(self) -> None:
-        self._seen: dict[NodeProcess, tuple[int, float]] = {}
-        self.longest_pause_s = 0.0
+        self._first: dict[NodeProcess, tuple[float, float]] = {}
 
-    def look(self, nodes: list[NodeProcess]) -> None:
+    def look(self, nodes: list[NodeProcess]) -> bool:
+        """Whether all of them have been seen to train."""
         for node in nodes:
-            if not node.trains() or not (status := node.status()):
-                continue
-            step, now = status["learner"]["step"], time.monotonic()
-            last_step, last = self._seen.setdefault(node, (step, now))
-            self.longest_pause_s = max(self.longest_pause_s, now - last)
-            if step != last_step:
-                self._seen[node] = (step, now)
+            if node not in self._first and (told := _accounted(node)):
+                self._first[node] = told
+        return all(node in self._first for node in nodes)
+
+    def waits_at_most(self, node: NodeProcess) -> float:
+        """Seconds that may be missing by now."""
+        return WAITING_S_MAX + WAITING_SHARE_MAX * (time.monotonic() - self._first[node][0])
+
+    def has_waited(self, node: NodeProcess, at_most_s: float) -> bool:
+        """Longer than that, as far as is known: what a page tells may be late."""
+        told = _accounted(node)
+        if told is None:
+            return True
+        passed_s, accounted_s = (b - a for a, b in zip(self._first[node], told, strict=True))
+        return passed_s - accounted_s > at_most_s
+
+
+def _accounted(node: NodeProcess) -> tuple[float, float] | None:
+    """When, and how many seconds its learner accounts for, while it trains."""
+    now, status = time.monotonic(), node.status()
+    learner = status["learner"] if status else {"state": "unknown"}
+    if learner["state"] != "training":
+        return None
+    return now, sum(float(learner[f"{part}_s"]) for part in ("compute", "stall", "evaluation"))
 
 
 # -------------------------------------------------------------------- what is refused
+
+
+def port_of(node: NodeProcess) -> int:
+    return int(node.page.rpartition(":")[2])
 
 
 def start_refused(swarm: Swarm) -> dict[str, NodeProcess]:
@@ -122,7 +142,7 @@ def start_refused(swarm: Swarm) -> dict[str, NodeProcess]:
     invite = make_invite(stranger, "0" * 32, (address,), int(time.time()) + 3600)
     return {
         "directory": NodeProcess(first.directory),
-        "port": NodeProcess(swarm.root / "nobody", swarm.boot.invite, first.port),
+        "port": NodeProcess(swarm.root / "nobody", swarm.boot.invite, port_of(first)),
         "invite": NodeProcess(once, invite),
     }
 
@@ -134,7 +154,7 @@ def test_what_cannot_be_is_refused_with_a_sentence_and_harms_nobody(swarm: Swarm
     assert all("Traceback" not in node.words() for node in refused.values())
     owner = f"in use by another p2pdiloco daemon (process {first.process.pid})"
     assert owner in refused["directory"].words()
-    assert f"{first.port}" in refused["port"].words() and "--port" in refused["port"].words()
+    assert f"{port_of(first)}" in refused["port"].words() and "--port" in refused["port"].words()
     ours = first.get()["run"]["id"]
     assert f"belongs to run {ours}, the invite is to run {'0' * 32}" in refused["invite"].words()
     assert "choose another directory with --dir" in refused["invite"].words()
@@ -170,29 +190,23 @@ def test_a_killed_network_process_is_started_again_and_the_learner_trains_on(swa
 
     def is_back() -> bool:
         status = node.status()
-        network = status["network"] if status else {}
-        return network == network | {"connected": True, "restarts": 1}
+        return bool(status and status["network"]["connected"] and status["network"]["restarts"])
 
     wait_until("the network to be there again", is_back)
-    assert "ended with code -9" in node.get()["network"]["last_error"]
+    assert "ended with code -9" in node.words()
     for living in swarm.living():
         wait_until("all to see each other", partial(living.sees, NUM_NODES))
+    wait_until("a step", lambda: node.get()["learner"]["step"] > before["step"])
     status = node.get()
     assert status["learner"]["restarts"] == before["restarts"]
-    assert status["learner"]["step"] > before["step"]
     merged = status["tokens"]["merged"]
     wait_until("tokens of it to be merged", lambda: node.get()["tokens"]["merged"] > merged)
     assert "Traceback" not in node.words()
 
 
 def test_a_joiner_ends_at_the_head_and_leaves_without_a_trace(swarm: Swarm) -> None:
-    joiner = swarm.start("joiner", swarm.boot.invite)
-
-    def is_at_the_head() -> bool:
-        held, head = joiner.versions(), swarm.head()
-        return len(held) == NUM_FRAGMENTS and min(held) >= 0 and min(head) - min(held) <= 2
-
-    wait_until("the joiner at the head", is_at_the_head)
+    joiner, head = swarm.start("joiner", swarm.boot.invite), wait_until("versions", swarm.head)
+    wait_until("the joiner at the head", lambda: all_reached(joiner.versions(), head))
 
     def is_merged() -> bool:
         status = joiner.status()
@@ -200,7 +214,7 @@ def test_a_joiner_ends_at_the_head_and_leaves_without_a_trace(swarm: Swarm) -> N
 
     wait_until("tokens of the joiner to be merged", is_merged)
     assert len(joiner.children()) >= 2
-    assert joiner.leave() < 10
+    joiner.leave()
     assert joiner.process.returncode == 0
     assert joiner.left_nothing()
     assert not joiner.sockets()
@@ -212,7 +226,7 @@ def test_a_joiner_ends_at_the_head_and_leaves_without_a_trace(swarm: Swarm) -> N
 def test_the_first_peer_may_die(swarm: Swarm) -> None:
     """From here on it is gone: all who restart find the others without it."""
     swarm.boot.kill()
-    wait_until("its network process to end", swarm.boot.left_nothing, 15)
+    wait_until("its network process to end", swarm.boot.left_nothing)
     swarm.wait_for_merges(1)
 
 
@@ -238,7 +252,11 @@ def test_the_synchronizer_is_killed_once_a_term(swarm: Swarm) -> None:
     for node in swarm.living():
         wait_until(f"{node.directory.name} to train among all", partial(node.sees, NUM_NODES))
     swarm.wait_for_merges(2)
-    assert watch.longest_pause_s < LONGEST_PAUSE_S
+    wait_until("all to be seen to train", lambda: watch.look(swarm.living()))
+    for node in swarm.living():
+        most_s = watch.waits_at_most(node)
+        waited = partial(watch.has_waited, node, most_s)
+        wait_until(f"{node.directory.name} not to wait {most_s:.0f} s", lambda w=waited: not w())  # type: ignore[misc]
 
 
 def test_all_are_killed_at_once_and_two_go_on_from_the_newest_anchors(swarm: Swarm) -> None:
@@ -246,7 +264,7 @@ def test_all_are_killed_at_once_and_two_go_on_from_the_newest_anchors(swarm: Swa
     for node in killed:
         node.kill()
     for node in killed:
-        wait_until("learner and network process to end", node.left_nothing, 15)
+        wait_until("learner and network process to end", node.left_nothing)
     names = ["node-0", "node-3"]
     on_disk = [_versions_on_disk(swarm.nodes[name].directory) for name in names]
     newest = [max(each) for each in zip(*on_disk, strict=True)]
@@ -256,10 +274,8 @@ def test_all_are_killed_at_once_and_two_go_on_from_the_newest_anchors(swarm: Swa
     for node, held in zip(swarm.living(), on_disk, strict=True):
         first = wait_until("versions", node.versions)
         assert all(a >= b for a, b in zip(first, held, strict=True)), (first, held)
-    wait_until(
-        "training beyond the newest anchors",
-        lambda: all(a > b for a, b in zip(swarm.head(), newest, strict=True)),
-    )
+    beyond = [version + 1 for version in newest]
+    wait_until("training beyond the newest anchors", lambda: all_reached(swarm.head(), beyond))
     for node in swarm.living():
         wait_until("training together", partial(node.sees, len(names)))
 
@@ -280,7 +296,7 @@ def test_in_the_end_all_agree_to_the_last_bit(swarm: Swarm) -> None:
         status = node.get()
         assert status["tokens"]["adds_up"] and status["tokens"]["merged"] > 0
     for node in nodes:
-        assert node.leave() < 10
+        node.leave()
         assert node.process.returncode == 0
         assert node.left_nothing() and not node.sockets()
     for name in swarm.nodes:

@@ -15,7 +15,7 @@ from p2pdiloco_daemon.rl.client import asking_workers
 from p2pdiloco_daemon.rl.routes import RolloutRoutes
 from p2pdiloco_daemon.rollouts.held_turns import Played
 
-pytestmark = pytest.mark.loopback
+pytestmark = [pytest.mark.loopback, pytest.mark.timeout(600)]
 
 HISTORY = bytes(range(256)) * 1000
 NUM_TURNS = 40
@@ -61,7 +61,7 @@ class Worker:
 
 def test_many_turns_go_over_one_stream_and_end_with_it() -> None:
     async def run(directory: Path) -> None:
-        async with asyncio.timeout(90), AsyncExitStack() as stack:
+        async with asyncio.timeout(400), AsyncExitStack() as stack:
             first = HostOptions(identity_path=directory / "a.key", listen=("127.0.0.1", 0))
             serving = await stack.enter_async_context(open_host(first))
             second = HostOptions(

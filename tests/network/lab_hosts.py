@@ -22,8 +22,10 @@ from p2pdiloco_bootstrap.host import Host, HostOptions, open_host
 from p2pdiloco_bootstrap.serving import new_application
 from p2pdiloco_bootstrap.streams import peer_url
 
-PATIENCE_S = 60.0
+PATIENCE_S = 300.0
 POLL_S = 0.2
+SOON_S = 10.0
+"""For one request, which takes milliseconds; the machine may be slow and busy."""
 PORT = 8600
 
 _machine: ContextVar[lab.Host] = ContextVar("machine")
@@ -79,7 +81,10 @@ async def _hello(request: web.Request) -> web.Response:
 async def reaches(host: Host, other: Host) -> bool:
     """Whether a request from one to the other is answered soon."""
     try:
-        async with asyncio.timeout(3), host.session().get(peer_url(other.peer_id, "/hello")) as it:
+        async with (
+            asyncio.timeout(SOON_S),
+            host.session().get(peer_url(other.peer_id, "/hello")) as it,
+        ):
             return await it.text() == "hello"
     except (ClientError, TimeoutError):
         return False

@@ -25,9 +25,11 @@ from benchmarks.lab import Lab
 from p2pdiloco_bootstrap.host import Host
 from p2pdiloco_bootstrap.reachability import PUNCH_PAUSE_S, PUNCHES_AFTER_S
 
-pytestmark = [pytest.mark.loopback, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.loopback, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 NO_RELAY = "it has found no relay"
+PUNCHED_S = PUNCHES_AFTER_S + 20 * PUNCH_PAUSE_S[0]
+"""For tries with ever longer pauses between them."""
 
 
 @pytest.fixture
@@ -56,7 +58,7 @@ def test_a_relay_that_comes_back_serves_two_hosts_behind_nats_again(
             a, b = [await stack.enter_async_context(opened(h, tmp_path, first)) for h in homes]
             await until_both_reach(a, b)
             assert not (await is_direct(a, b) or await is_direct(b, a))
-            assert relays_of(a) == relays_of(b) == first.peer_id[-8:]
+            await until(lambda: relays_of(a) == relays_of(b) == first.peer_id[-8:])
             await mortal.aclose()
             await until(lambda: says(a, NO_RELAY) and says(b, NO_RELAY))
             assert not await reaches(a, b)
@@ -94,7 +96,6 @@ def test_a_member_that_can_be_dialed_relays_on_when_the_first_peer_dies(
     asyncio.run(main())
 
 
-@pytest.mark.timeout(420)
 def test_two_hosts_behind_nats_become_connected_directly(lab: Lab, tmp_path: Path) -> None:
     """Once four peers that they dial have told them their addresses, and in one of three tries."""
     town, members = lab.public("town"), [lab.public(f"member-{number}") for number in range(3)]
@@ -107,9 +108,7 @@ def test_two_hosts_behind_nats_become_connected_directly(lab: Lab, tmp_path: Pat
             a, b = [await stack.enter_async_context(opened(h, tmp_path, first)) for h in homes]
             for home, other in product((a, b), others):
                 await home.connect(other.peer_id, await other.addresses())
-            await until_both_reach(a, b)
-            assert not await is_direct(a, b)
-            async with asyncio.timeout(PUNCHES_AFTER_S + 4 * PUNCH_PAUSE_S[0]):
+            async with asyncio.timeout(PUNCHED_S):
                 while True:
                     await until_both_reach(a, b)
                     if await is_direct(a, b):
