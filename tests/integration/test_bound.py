@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from swarm_processes import is_running, wait_until
 
 from p2pdiloco_daemon.children.bound import bound_command
 
@@ -42,7 +43,7 @@ def test_it_ends_when_its_parent_is_killed() -> None:
         assert words == ["__main__", "one", "two"]
         child = psutil.Process(int(pid))
         parent.kill()
-        child.wait(GONE_S)
+        wait_until("the child is gone", lambda: not is_running(child))
 
 
 def test_it_does_nothing_when_its_parent_is_gone_already() -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 import pytest
 from learner_stage import START_S, Stage, open_stage, run_spec
+from swarm_processes import is_running, wait_until
 
 from p2pdiloco.optim.fragments import fragments_of
 from p2pdiloco.spec import DataSpec, ModelSpec, RunSpec, SyncSpec
@@ -288,7 +289,7 @@ def test_no_orphan_is_left_when_the_daemon_is_killed(tmp_path: Path) -> None:
         child_pid = int(daemon.stdout.readline())
         child = psutil.Process(child_pid)
         daemon.kill()
-        child.wait(timeout=START_S)
+        wait_until("the learner is gone", lambda: not is_running(child))
 
 
 @pytest.mark.parametrize("bytes_sent", [b"", b"\xff" * 64], ids=["closed", "garbage"])
