@@ -22,8 +22,8 @@ from lab_hosts import (
 from required_lab import required_lab
 
 from benchmarks.lab import Lab
-from p2pdiloco_bootstrap.host import Host
 from p2pdiloco_bootstrap import reachability
+from p2pdiloco_bootstrap.host import Host
 
 pytestmark = [pytest.mark.loopback, pytest.mark.slow, pytest.mark.timeout(1800)]
 
