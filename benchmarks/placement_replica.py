@@ -129,7 +129,7 @@ class RealReplica:
         engine = self.engine
         return Load(
             num_rows=engine.num_rows_of(self._length_max),
-            cache_tokens=engine.cache.num_slots_max,
+            cache_tokens=engine.prefix_tokens,
             prefill_tokens_per_s=engine.pace.prefill_tokens_per_s,
             token_s=engine.pace.token_s,
         )

@@ -79,7 +79,8 @@ class Load:
     num_rows: Annotated[int, Field(ge=1, lt=2**16)]
     """Sequences that it can run at once."""
     cache_tokens: Annotated[int, Field(ge=1, le=2**40)]
-    """Tokens whose keys and values it can keep, running ones included."""
+    """Tokens whose keys and values it can keep for later turns: prefixes, those of running turns
+    included, but not what it holds of running turns beside."""
     prefill_tokens_per_s: Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
     token_s: Annotated[
         tuple[tuple[Annotated[int, Field(ge=1)], Annotated[Seconds, Field(gt=0)]], ...],

@@ -49,6 +49,10 @@ class Backend(Protocol):
         """Of `cache_tokens`, what is in use."""
 
     @property
+    def prefix_tokens(self) -> int:
+        """Of `cache_tokens`, room for prefixes, those of running sequences included; at least 1."""
+
+    @property
     def num_drafted(self) -> int:
         """Draft tokens tried; 0 for ever where nothing is drafted."""
 

@@ -34,6 +34,9 @@ DRAFT_TOKENS_MAX = 32
 
 CALIBRATION_TOKENS = 256
 """Context of the steps that are timed, at most. Work at other lengths corrects the table."""
+_NEWEST = 0.05
+"""Weight of a step in what rows take. What is left is for prefixes, which must outlast the steps
+until their next turn; and a lull may let no flood in."""
 _TRIALS = 3
 """The fastest counts: other programs only ever slow a step down."""
 
@@ -99,6 +102,8 @@ class Engine:
         self._clock = clock
         self._drafter = drafter
         self._cancelled: list[Progress] = []
+        self._row_slots = 0.0
+        """What rows take of the cache; older steps fade."""
         self.busy_s = 0.0
         """Spent in steps, by the clock."""
         self.num_drafted = 0
@@ -128,6 +133,11 @@ class Engine:
     def cache_share(self) -> float:
         """Of these, what is in use, by rows and prefixes."""
         return self.cache.num_slots / max(1, self.cache_tokens)
+
+    @property
+    def prefix_tokens(self) -> int:
+        """Of these, room for prefixes beside the rows, which hold copies; at least 1."""
+        return max(1, self.cache_tokens - round(self._row_slots))
 
     def num_rows_of(self, length_max: int) -> int:
         """Sequences of this length that run at once."""
@@ -170,6 +180,7 @@ class Engine:
         """One pass of the model; what it added to each request."""
         started = self._clock()
         works = self.schedule()
+        self._row_slots += _NEWEST * (self.cache.rows.num_slots - self._row_slots)
         progress = self.postprocess(works, self.run(works)) if works else []
         if works:
             num_committed = sum(len(added.tokens) for added in progress)

@@ -145,6 +145,11 @@ class VllmEngine:
         num_tokens = sum(len(running.tokens) for running in self._running.values())
         return min(1.0, num_tokens / self.cache_tokens)
 
+    @property
+    def prefix_tokens(self) -> int:
+        """All: the blocks of a running sequence are those of its prefix, and are shared."""
+        return self.cache_tokens
+
     def num_rows_of(self, length_max: int) -> int:
         """Sequences of this length that run at once."""
         block: int = self._vllm.vllm_config.cache_config.block_size

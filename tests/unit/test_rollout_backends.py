@@ -236,6 +236,7 @@ def test_its_pace_is_known_once_it_is_calibrated(backend: Backend) -> None:
     assert backend.pace.prefill_tokens_per_s > 0
     assert backend.num_rows_of(POSITIONS) == 4
     assert backend.cache_tokens >= 4 * POSITIONS
+    assert 1 <= backend.prefix_tokens <= backend.cache_tokens
     [request] = requests(1, num_tokens=6)
     busy_s = backend.busy_s
     expected = [choice.token for choice in tokens_by_the_rule(model_of(0), request)]

@@ -15,6 +15,7 @@ from rollout_builders import (
 )
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from p2pdiloco.rollout.cache import Cache
 from p2pdiloco.rollout.engine import Engine, Limits
 from p2pdiloco.rollout.request import Finish, QueueFull, Request, Token
 from p2pdiloco.rollout.sampling import Sampling
@@ -202,6 +203,45 @@ def test_cancelled_requests_give_their_memory_back() -> None:
     ended = engine.step()
     assert [(p.id, p.finish) for p in ended] == [(f"r{i}", Finish.CANCELLED) for i in range(6)]
     assert not engine.has_work
+
+
+def test_an_idle_engine_has_its_whole_cache_for_prefixes() -> None:
+    engine = small_engine()
+    assert engine.prefix_tokens == engine.cache_tokens
+
+
+def test_rows_that_run_leave_less_room_for_prefixes() -> None:
+    engine = small_engine(num_rows_max=8)
+    wanted = requests(8, num_tokens=400)
+    for request in wanted:
+        engine.submit(request)
+    rooms = []
+    for _ in range(300):
+        engine.step()
+        rooms.append(engine.prefix_tokens)
+    assert engine.num_running == 8
+    assert rooms == sorted(rooms, reverse=True)
+    num_row_slots = engine.cache.rows.num_slots
+    assert num_row_slots >= 8 * 400
+    assert rooms[-1] == pytest.approx(engine.cache_tokens - num_row_slots, rel=0.01)
+
+
+def test_rows_that_fill_the_cache_leave_room_for_one_token_of_prefixes() -> None:
+    model = small_model()
+    engine = small_engine(model, cache_bytes=64 * Cache(model, 0).rows.slot_bytes)
+    for number in range(60):
+        [request] = requests(1, num_tokens=40, seed=number)
+        generate(engine, [request])
+    assert engine.prefix_tokens == 1
+
+
+def test_a_lull_of_a_few_steps_hardly_changes_the_room_for_prefixes() -> None:
+    engine = small_engine(num_rows_max=8)
+    generate(engine, requests(8, num_tokens=100))
+    before = engine.prefix_tokens
+    generate(engine, requests(1, num_tokens=5))
+    taken, took = (engine.cache_tokens - room for room in (engine.prefix_tokens, before))
+    assert 0.7 * took < taken < took
 
 
 def test_a_cancelled_request_does_not_disturb_the_others() -> None:

@@ -91,7 +91,12 @@ class Stage:
         self._process.run()
 
     def play(self, *commands: Command) -> list[Message]:
-        """What the worker says to these, until it has nothing left to do."""
+        """What the worker answers to these, until it has nothing left to do."""
+        messages = self.told(*commands)
+        return [message for message in messages if not isinstance(message, Load | Speeds)]
+
+    def told(self, *commands: Command) -> list[Message]:
+        """Besides, what it reports of itself."""
         self.send(*commands)
         self._process.turn()
         while self.engine.has_work:
@@ -103,7 +108,7 @@ class Stage:
             while data := self._ours.recv(1 << 16):
                 messages += reader.feed(data)
         self._ours.setblocking(True)
-        return [message for message in messages if not isinstance(message, Load | Speeds)]
+        return messages
 
 
 def _ticking() -> Callable[[], float]:
@@ -196,6 +201,27 @@ def test_a_new_policy_takes_over_in_mid_answer(stage: Stage) -> None:
         if isinstance(message, Progressed):
             versions += array("q", message.versions)
     assert versions == [7] * 4 + [8] * 8
+
+
+def test_the_cache_that_is_reported_is_what_running_requests_leave_for_prefixes(
+    stage: Stage,
+) -> None:
+    idle = speeds_with_a_policy(stage.told(stage.weights()))
+    assert idle.cache_tokens == stage.engine.cache_tokens
+    stage.send(submit())
+    for _ in range(4):
+        stage.turn()
+    left = stage.engine.prefix_tokens
+    assert left < idle.cache_tokens
+    assert speeds_with_a_policy(stage.told(stage.weights(version=8))).cache_tokens == left
+
+
+def speeds_with_a_policy(messages: list[Message]) -> Speeds:
+    """Those that were told when it was installed."""
+    [place] = [i for i, message in enumerate(messages) if isinstance(message, Installed)]
+    speeds = messages[place - 1]
+    assert isinstance(speeds, Speeds)
+    return speeds
 
 
 @pytest.mark.parametrize("stage", [{"num_waiting_max": 2}], indirect=True)

@@ -352,7 +352,7 @@ class RolloutProcess:
         self._control.post(
             Speeds(
                 num_rows=engine.num_rows_of(self._length_max),
-                cache_tokens=engine.cache_tokens,
+                cache_tokens=engine.prefix_tokens,
                 prefill_tokens_per_s=engine.pace.prefill_tokens_per_s / factor,
                 batches=_bytes("i", [batch for batch, _seconds in pace]),
                 token_s=_bytes("f", [seconds * factor for _batch, seconds in pace]),
