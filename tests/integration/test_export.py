@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import subprocess
+import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -176,6 +178,19 @@ def test_samples_follow_from_the_seed_and_go_beyond_the_trained_length(exported:
     assert first == sample_checkpoint(exported, PROMPT, num_tokens=200, seed=1)
     assert first != sample_checkpoint(exported, PROMPT, num_tokens=200, seed=2)
     assert len(first) > 0
+
+
+def test_a_command_leaves_no_temporary_file(exported: Path, tmp_path: Path) -> None:
+    place = tmp_path / "temporary"
+    place.mkdir()
+    kept = {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_CACHE_DIR"}
+    subprocess.run(
+        [sys.executable, "-m", "p2pdiloco_daemon.cli.main", "sample", str(exported)],
+        env={**kept, "TMPDIR": str(place)},
+        stdout=subprocess.DEVNULL,
+        check=True,
+    )
+    assert not list(place.iterdir())
 
 
 def test_weights_that_are_cut_short_are_told(exported: Path, tmp_path: Path) -> None:

@@ -85,8 +85,6 @@ def run(arguments: argparse.Namespace) -> int:
 
     # read once, as torch is imported, and children are forked from what has imported it
     os.environ.update(OMP_NUM_THREADS=str(arguments.threads), GOMP_SPINCOUNT="0")
-    # torch's compiler makes this directory even if nothing is compiled
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(directory))
 
     # imported late: hivemind and torch take seconds, and a wrong invite should be told at once
     from p2pdiloco_daemon.app import NodeOptions, run_node

@@ -14,6 +14,9 @@ from p2pdiloco.errors import P2PDilocoError, UserError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0 done, 1 failed, 2 something the person typed or wrote has to be mended."""
+    # transformers imports torch's compiler, which makes this directory where there is none, and in
+    # it, since nothing is compiled here, nothing
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.sep)
     try:
         _require_a_place()
         arguments = build_parser().parse_args(argv)
