@@ -1,4 +1,4 @@
-"""A run that was never published, for benchmarks of one process of a node."""
+"""A run that was never published, for one process of a node alone."""
 
 from p2pdiloco.learn.models import build_model, embedding_names, num_parameters, parameter_shapes
 from p2pdiloco.spec import GenesisSpec, RunSpec, TensorLayout

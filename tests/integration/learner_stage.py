@@ -9,9 +9,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from p2pdiloco.learn.models import build_model, embedding_names, num_parameters, parameter_shapes
 from p2pdiloco.optim.fragments import Fragment, fragments_of
-from p2pdiloco.spec import GenesisSpec, RunSpec, TensorLayout
+from p2pdiloco.spec import RunSpec
 from p2pdiloco_daemon.learner.learner import (
     Died,
     Installed,
@@ -27,21 +26,6 @@ START_S = 400.0
 """On a slow machine that runs other tests too, where importing torch alone may take minutes."""
 
 E = TypeVar("E", bound=LearnerEvent)
-
-
-def run_spec(draft: RunSpec) -> RunSpec:
-    """A run with made-up digests, which the learner does not look at."""
-    model = build_model(draft.model, draft.seed, draft.data.sequence_length)
-    embeddings = embedding_names(model)
-    tensors = tuple(
-        TensorLayout(name=name, shape=shape, is_embedding=name in embeddings)
-        for name, shape in parameter_shapes(model).items()
-    )
-    digests = ("0" * 64,) * draft.sync.num_fragments
-    size = num_parameters(model)
-    return draft.with_genesis(
-        GenesisSpec(num_parameters=size, tensors=tensors, state_digests=digests)
-    )
 
 
 class Stage:

@@ -1,6 +1,7 @@
 """Real daemons that mix: below their quorum for a while, and with an outer step by quorum."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -68,7 +69,7 @@ def test_too_few_for_a_merge_mix_until_the_third_is_back_and_lose_nothing(swarm:
     wait_until("merges of three", lambda: all_reached(anna.versions(), [2, 2, 2]))
     cleo.kill()
     for node in both:
-        wait_until("they notice", lambda node=node: says(node, "fewer than the quorum of 3"))  # type: ignore[misc]
+        wait_until("they notice", partial(says, node, "fewer than the quorum of 3"))
     wait_until("they swap values", lambda: all(_swapped(node) > SEVERAL_BYTES for node in both))
     steps = [node.get()["learner"]["step"] for node in both]
     wait_until("they train on", lambda: all(map(_has_stepped, both, steps)))
@@ -109,13 +110,13 @@ def test_nodes_that_wait_for_a_quorum_tell_how_far_their_predictions_are_apart(
 ) -> None:
     nodes = swarm.begin(FACTORED, "anna", "bert")
     wait_until("rounds", lambda: all(all_reached(n.versions(), [4, 4, 4]) for n in nodes))
-    apart = [wait_until("they are near", lambda node=node: _apart(node)) for node in nodes]  # type: ignore[misc]
+    apart = [wait_until("they are near", partial(_apart, node)) for node in nodes]
     assert all(each["curve"][-1][1] == each["outputs"] for each in apart)
     for node in nodes:
-        wait_until("a mix of both", lambda node=node: _has_mixed(node))  # type: ignore[misc]
+        wait_until("a mix of both", partial(_has_mixed, node))
     for node in nodes:
         node.settle()
-    settled = [wait_until("all is settled", lambda node=node: _settled(node)) for node in nodes]  # type: ignore[misc]
+    settled = [wait_until("all is settled", partial(_settled, node)) for node in nodes]
     assert all(status["tokens"]["adds_up"] and status["tokens"]["merged"] for status in settled)
 
 

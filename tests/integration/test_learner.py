@@ -15,9 +15,10 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from learner_stage import START_S, Stage, open_stage, run_spec
+from learner_stage import START_S, Stage, open_stage
 from swarm_processes import is_running, wait_until
 
+from benchmarks.made_up import made_up_spec
 from p2pdiloco.optim.fragments import fragments_of
 from p2pdiloco.spec import DataSpec, ModelSpec, RunSpec, SyncSpec
 from p2pdiloco_daemon.children.background import NICENESS
@@ -40,7 +41,7 @@ pytestmark = [pytest.mark.loopback, pytest.mark.timeout(1200)]
 DRAFT = RunSpec(name="test", sync=SyncSpec(num_fragments=3), data=DataSpec(sequence_length=32))
 
 
-SPEC = run_spec(DRAFT)
+SPEC = made_up_spec(DRAFT)
 FRAGMENTS = fragments_of(SPEC)
 TOKENS_PER_STEP = SPEC.inner.batch_size * SPEC.data.sequence_length
 
@@ -266,7 +267,7 @@ def test_a_damaged_checkpoint_is_reported_and_done_without(tmp_path: Path) -> No
 
 def test_a_learner_that_cannot_start_says_why_and_is_tried_again(tmp_path: Path) -> None:
     """Also: a stop while it waits for the next try is quick."""
-    other_model = run_spec(DRAFT).model_copy(update={"model": ModelSpec(preset="small")})
+    other_model = made_up_spec(DRAFT).model_copy(update={"model": ModelSpec(preset="small")})
 
     async def life() -> list[LearnerEvent]:
         async with open_stage(tmp_path, other_model) as stage:

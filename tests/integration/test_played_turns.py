@@ -13,9 +13,9 @@ from itertools import cycle
 import numpy as np
 import pytest
 import torch
-from learner_stage import run_spec
 from torch.nn.functional import cross_entropy
 
+from benchmarks.made_up import made_up_spec
 from p2pdiloco.learn.models import build_model
 from p2pdiloco.optim.fragments import fragments_of
 from p2pdiloco.protocol.turns import Holding, TurnId
@@ -40,7 +40,7 @@ pytestmark = [pytest.mark.loopback, pytest.mark.slow, pytest.mark.timeout(1800)]
 PATIENCE_S = 1500.0
 RUN_ID = "run"
 STEP = 3
-SPEC = run_spec(
+SPEC = made_up_spec(
     RunSpec(
         name="test",
         sync=SyncSpec(num_fragments=1),

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from learner_stage import Stage, open_stage, run_spec
+from learner_stage import Stage, open_stage
 
+from benchmarks.made_up import made_up_spec
 from p2pdiloco.rl.episodes import pack
 from p2pdiloco.rl.rules import rulebook_of
 from p2pdiloco.rollout.request import Token
@@ -26,7 +27,7 @@ from p2pdiloco_daemon.learner.learner import (
 pytestmark = [pytest.mark.loopback, pytest.mark.timeout(1200)]
 
 H = 3
-SPEC = run_spec(
+SPEC = made_up_spec(
     RunSpec(
         name="test",
         sync=SyncSpec(num_fragments=1, inner_steps=H),

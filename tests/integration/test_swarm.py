@@ -106,13 +106,13 @@ class Watch:
         """Seconds that may be missing by now."""
         return WAITING_S_MAX + WAITING_SHARE_MAX * (time.monotonic() - self._first[node][0])
 
-    def has_waited(self, node: NodeProcess, at_most_s: float) -> bool:
-        """Longer than that, as far as is known: what a page tells may be late."""
+    def goes_on(self, node: NodeProcess, waited_s_max: float) -> bool:
+        """Having waited no longer, as far as is known: what a page tells may be late."""
         told = _accounted(node)
         if told is None:
-            return True
+            return False
         passed_s, accounted_s = (b - a for a, b in zip(self._first[node], told, strict=True))
-        return passed_s - accounted_s > at_most_s
+        return passed_s - accounted_s <= waited_s_max
 
 
 def _accounted(node: NodeProcess) -> tuple[float, float] | None:
@@ -255,8 +255,8 @@ def test_the_synchronizer_is_killed_once_a_term(swarm: Swarm) -> None:
     wait_until("all to be seen to train", lambda: watch.look(swarm.living()))
     for node in swarm.living():
         most_s = watch.waits_at_most(node)
-        waited = partial(watch.has_waited, node, most_s)
-        wait_until(f"{node.directory.name} not to wait {most_s:.0f} s", lambda w=waited: not w())  # type: ignore[misc]
+        goes_on = partial(watch.goes_on, node, most_s)
+        wait_until(f"{node.directory.name} not to wait {most_s:.0f} s", goes_on)
 
 
 def test_all_are_killed_at_once_and_two_go_on_from_the_newest_anchors(swarm: Swarm) -> None:
