@@ -10,7 +10,6 @@ import asyncio
 import errno
 import logging
 import socket
-import warnings
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -25,7 +24,8 @@ from p2pdiloco.errors import UserError
 from p2pdiloco_bootstrap import addresses as multiaddrs
 from p2pdiloco_bootstrap.control import CONTROL_TIMEOUT_S, Control, Stream
 from p2pdiloco_bootstrap.control_sockets import socket_prefix
-from p2pdiloco_bootstrap.discovery import ANNOUNCE_RETRY_S, MemberRecords
+from p2pdiloco_bootstrap.dht import dht_node, p2p_client, translated
+from p2pdiloco_bootstrap.discovery import ANNOUNCE_RETRY_S
 from p2pdiloco_bootstrap.identity import Identity
 from p2pdiloco_bootstrap.links import close_dead_links, replace_relayed_links
 from p2pdiloco_bootstrap.neighbours import BootstrapStatus, Neighbours
@@ -35,14 +35,6 @@ from p2pdiloco_bootstrap.relay import running_relay
 from p2pdiloco_bootstrap.seeking import Seeker
 from p2pdiloco_bootstrap.serving import MAX_REQUESTS, MAX_REQUESTS_PER_PEER, current_sender
 from p2pdiloco_bootstrap.streams import attach, new_session
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # importing hivemind runs deprecated parts of torch
-    from hivemind.dht.node import DHTNode
-    from hivemind.dht.routing import DHTID
-    from hivemind.p2p import P2P, P2PDaemonError, P2PHandlerError
-    from hivemind.utils.logging import use_hivemind_log_handler
-    from hivemind.utils.multiaddr import Multiaddr
 
 log = logging.getLogger(__name__)
 
@@ -58,9 +50,6 @@ CONNECT_TIMEOUT_S = 8.0
 
 CLOSE_TIMEOUT_S = 2.0
 """For each step of leaving."""
-
-DHT_WAIT_S = 0.5
-"""For a DHT peer to answer. With hivemind's 3 s a store beside one hung peer took 6 s."""
 
 RELAY_BUFFER_BYTES = 256 * 1024
 """Two per relayed connection. p2pd's default of 16 MiB each is half a gigabyte for sixteen."""
@@ -229,12 +218,12 @@ class Host:
 
         try:
             async with asyncio.timeout(CONTROL_TIMEOUT_S):
-                await _translated(self._p2p.add_binary_stream_handler(HTTP_PROTOCOL, on_stream))
+                await translated(self._p2p.add_binary_stream_handler(HTTP_PROTOCOL, on_stream))
             yield
         finally:
             with suppress(OSError):  # p2pd may be gone
                 async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                    await _translated(self._p2p.remove_binary_stream_handler(HTTP_PROTOCOL))
+                    await translated(self._p2p.remove_binary_stream_handler(HTTP_PROTOCOL))
             await runner.cleanup()
 
     async def watch(self) -> NoReturn:
@@ -337,7 +326,6 @@ async def open_host(options: HostOptions) -> AsyncIterator[Host]:
     listen = multiaddrs.listen_address(*options.listen)
     _check_port_is_free(*options.listen)
     _by_peer(options.bootstraps)
-    use_hivemind_log_handler("nowhere")
     async with AsyncExitStack() as stack:
         sockets = stack.enter_context(socket_prefix(options.identity_path))
         arguments = _p2pd_arguments(options, listen, f"/unix{sockets}p2pd.sock")
@@ -347,8 +335,8 @@ async def open_host(options: HostOptions) -> AsyncIterator[Host]:
             else running_p2pd(arguments)
         )
         daemon = await stack.enter_async_context(starting)
-        p2p = await stack.enter_async_context(_p2p_client(sockets))
-        dht = await stack.enter_async_context(_dht_node(p2p, identity))
+        p2p = await stack.enter_async_context(p2p_client(sockets))
+        dht = await stack.enter_async_context(dht_node(p2p, identity))
         control = Control(f"{sockets}p2pd.sock")
         host = Host(identity, options, daemon, control, p2p, dht)
         stack.push_async_callback(host._close)
@@ -389,59 +377,6 @@ def _p2pd_arguments(options: HostOptions, listen: str, control: str) -> list[str
     if options.reachability != "auto":
         flags[f"forceReachability{options.reachability.title()}"] = 1
     return [f"-{name}={value}" for name, value in flags.items()]
-
-
-@asynccontextmanager
-async def _p2p_client(sockets: str) -> AsyncIterator[Any]:
-    """hivemind's client of our p2pd, with its own socket beside p2pd's."""
-
-    class LocalP2P(P2P):  # type: ignore[misc]  # hivemind has no types
-        _UNIX_SOCKET_PREFIX = f"/unix{sockets}"
-
-    async with asyncio.timeout(CONTROL_TIMEOUT_S):
-        p2p = await _translated(LocalP2P.replicate(Multiaddr(f"/unix{sockets}p2pd.sock")))
-    for task in (p2p._client.control._read_task, p2p._client.control._write_task):
-        task.add_done_callback(note_lost_connection)
-    try:
-        yield p2p
-    finally:
-        await p2p.shutdown()
-
-
-@asynccontextmanager
-async def _dht_node(p2p: Any, identity: Identity) -> AsyncIterator[Any]:
-    """A DHT node without neighbours yet; `call_ping` to a peer makes the two know each other."""
-    async with asyncio.timeout(CONTROL_TIMEOUT_S):
-        creating = DHTNode.create(
-            p2p,
-            node_id=DHTID.generate(source=identity.peer_id),  # the same after a restart
-            wait_timeout=DHT_WAIT_S,
-            record_validator=MemberRecords(identity),
-            cache_size=1024,
-        )
-        node = await _translated(creating)
-    try:
-        yield node
-    finally:
-        # not node.shutdown(): it would only tell p2pd, which ends now or has ended, to forget us
-        node.is_alive = False
-        if node.cache_refresh_task is not None:
-            node.cache_refresh_task.cancel()
-
-
-def note_lost_connection(task: asyncio.Task[None]) -> None:
-    """hivemind's end of its connection to p2pd expects no reset, which is how a killed p2pd may end
-    it, and nobody awaits it; that p2pd is gone is noticed by `watch`."""
-    if not task.cancelled() and isinstance(error := task.exception(), OSError):
-        log.debug("the connection to p2pd broke: %s", error)
-
-
-async def _translated(call: Any) -> Any:
-    """The result of hivemind's `call`; what it raises about p2pd and peers as ConnectionError."""
-    try:
-        return await call
-    except (P2PDaemonError, P2PHandlerError, EOFError) as error:
-        raise ConnectionError(str(error) or "the network process p2pd is gone") from error
 
 
 async def _cancelled(task: asyncio.Task[None]) -> None:

@@ -21,8 +21,8 @@ from p2pdiloco.learn.predictions import PREDICTIONS_BYTES
 from p2pdiloco.protocol.uplink import Uplink
 from p2pdiloco.signed_spec import SignedSpec, bytes_to_sign, canonical_bytes
 from p2pdiloco.spec import GenesisSpec, RunSpec, TensorLayout
+from p2pdiloco_bootstrap import dht as dht_module
 from p2pdiloco_bootstrap import discovery as discovery_module
-from p2pdiloco_bootstrap import host as host_module
 from p2pdiloco_bootstrap.app import BootstrapOptions, running_bootstrap
 from p2pdiloco_bootstrap.control_sockets import socket_prefix
 from p2pdiloco_bootstrap.discovery import Discovery
@@ -186,7 +186,7 @@ class Swarm:
 @pytest.fixture(scope="module")
 def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
     with asyncio.Runner() as runner, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_module, "DHT_WAIT_S", 20.0)  # nobody hangs, and all may be slow
+        patch.setattr(dht_module, "DHT_WAIT_S", 20.0)  # nobody hangs, and all may be slow
         patch.setattr(discovery_module, "DHT_TIMEOUT_S", 120.0)
         swarm = Swarm(tmp_path_factory.mktemp("swarm"), runner)
         try:
