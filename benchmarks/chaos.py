@@ -34,6 +34,7 @@ from benchmarks.chaos_watch import LOOK_EVERY_S, Look, Watch
 from benchmarks.swarm import machine, table, write
 from p2pdiloco.optim.fragments import fragments_of
 from p2pdiloco.simulation import promises
+from p2pdiloco_daemon.children.forkserver import COMMANDS, Forkserver, running_forkserver
 from p2pdiloco_daemon.genesis import read_signed_spec
 from p2pdiloco_daemon.status.view import JsonObject
 
@@ -156,10 +157,10 @@ def state_digests(swarm: ChaosSwarm, node: Node) -> list[str]:
     return [state.digest for state in newest_states(signed.spec, fragments, node.directory)]
 
 
-async def play_all(seeds: Sequence[int]) -> JsonObject:
+async def play_all(seeds: Sequence[int], forkserver: Forkserver | None) -> JsonObject:
     """Episodes on one swarm, with what it came to."""
     episodes = []
-    async with running_chaos_swarm(NUM_NODES) as swarm:
+    async with running_chaos_swarm(NUM_NODES, forkserver=forkserver) as swarm:
         watch = Watch(swarm)
         await watch.heals({}, START_S)
         for seed in seeds:
@@ -349,6 +350,11 @@ def _seeds(text: str) -> list[int]:
     return list(range(int(first), int(last or first) + 1))
 
 
+def _play(seeds: Sequence[int]) -> JsonObject:
+    with running_forkserver(COMMANDS) as forkserver:
+        return asyncio.run(play_all(seeds, forkserver))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.chaos", description=(__doc__ or "").splitlines()[0]
@@ -360,9 +366,9 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         if arguments.seed is not None:
-            asyncio.run(play_all([arguments.seed]))
+            _play([arguments.seed])
         elif arguments.seeds:
-            _keep("seeds", asyncio.run(play_all(arguments.seeds)))
+            _keep("seeds", _play(arguments.seeds))
         else:
             _keep("recovery", asyncio.run(recover(arguments.recovery)))
     except Broken as broken:

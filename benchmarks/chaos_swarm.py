@@ -27,6 +27,7 @@ from benchmarks import lab
 from benchmarks.chaos_faults import HARMLESS_FOR_LEARNERS, Fault, Kind
 from benchmarks.swarm import free_port
 from p2pdiloco.spec import DataSpec, InnerSpec, ModelSpec, RunSpec, SyncSpec
+from p2pdiloco_daemon.children.forkserver import Forkserver
 from p2pdiloco_daemon.cli.new import write_draft
 from p2pdiloco_daemon.demo.processes import Home, NodeProcess, bootstrap_peer, start_node
 from p2pdiloco_daemon.status.app import ACTION_HEADER
@@ -76,14 +77,14 @@ class Broken(AssertionError):
 class Node:
     """A node over all its lives."""
 
-    def __init__(self, directory: Path, invite: str, host: lab.Host | None) -> None:
+    def __init__(self, directory: Path, invite: str, host: lab.Host | None, home: Home) -> None:
         self.directory = directory
         self.lives = 0
         self.disturbances = 0
         """Beginnings and ends of faults that keep its learner from stepping, or from telling."""
         self._invite = invite
         self._host = host
-        self._home = Home("0.0.0.0", host.prefix) if host else Home()
+        self._home = home
         self._port = host.call(free_port) if host else free_port()
         self._started: NodeProcess | None = None
         self._family: dict[int, psutil.Process] = {}
@@ -345,10 +346,13 @@ async def together(calls: Iterable[Coroutine[Any, Any, object]]) -> None:
 
 @contextlib.asynccontextmanager
 async def running_chaos_swarm(
-    num_nodes: int, spec: RunSpec = SPEC, disk_bytes: int = DISK_BYTES
+    num_nodes: int,
+    spec: RunSpec = SPEC,
+    disk_bytes: int = DISK_BYTES,
+    forkserver: Forkserver | None = None,
 ) -> AsyncIterator[ChaosSwarm]:
     """Nodes that were just started, node-1 first; takes everything down, and leaves the logs if
-    anything failed.
+    anything failed. Nodes that the forkserver forks are there sooner, with all else alike.
     """
     async with contextlib.AsyncExitStack() as stack:
         root = stack.enter_context(_root())
@@ -359,15 +363,14 @@ async def running_chaos_swarm(
             for name in ("first", *(f"node-{number}" for number in range(1, num_nodes + 1)))
         }
         write_draft(root / "run.toml", spec)
-        first = hosts.pop("first")
-        home = Home("0.0.0.0", first.prefix) if first else Home()
+        home = _home_on(hosts.pop("first"), forkserver)
         invite = await stack.enter_async_context(
             bootstrap_peer(root / "run.toml", root / "first", root / "first.log", home)
         )
         nodes = {}
         for name, host in hosts.items():
             stack.enter_context(_directory(root / name, disk_bytes))
-            nodes[name] = Node(root / name, invite, host)
+            nodes[name] = Node(root / name, invite, host, _home_on(host, forkserver))
             stack.push_async_callback(nodes[name].end)
         swarm = ChaosSwarm(root, nodes, laboratory)
         if why_no_lab:
@@ -377,6 +380,12 @@ async def running_chaos_swarm(
         for node in nodes.values():
             await node.start()
         yield swarm
+
+
+def _home_on(host: lab.Host | None, forkserver: Forkserver | None) -> Home:
+    if host is None:
+        return Home(forkserver=forkserver)
+    return Home("0.0.0.0", host.prefix, forkserver, host.network)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ Not here: latency and loss (netem is missing in many kernels; the simulator has 
 """
 
 import contextlib
-import ctypes
 import functools
 import os
 import re
@@ -23,6 +22,8 @@ from dataclasses import dataclass
 from itertools import count, product
 from pathlib import Path
 from typing import TypeVar
+
+from p2pdiloco_daemon.demo.forked_command import enter_network
 
 T = TypeVar("T")
 
@@ -40,7 +41,6 @@ QUEUE_S = 0.1
 
 _BURST_BYTES = 32 * 1024
 _PREFIX = "p2plab"
-_CLONE_NEWNET = 0x40000000
 _serials = count()
 
 _INTERNET = """
@@ -108,6 +108,11 @@ class Host:
         self.namespace = namespace
         self.address = ""
         """On the internet; behind a NAT it is the router's."""
+
+    @property
+    def network(self) -> Path:
+        """What a process enters to run here."""
+        return _namespace_file(self.namespace)
 
     @property
     def prefix(self) -> tuple[str, ...]:
@@ -355,20 +360,15 @@ def _call_in(namespace: str, function: Callable[[], T]) -> T:
     """Calls in a thread of its own, since a thread that has entered a namespace stays there."""
 
     def work() -> T:
-        _enter(namespace)
+        enter_network(_namespace_file(namespace))
         return function()
 
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(work).result()
 
 
-def _enter(namespace: str) -> None:
-    """Moves the calling thread into the namespace (`os.setns` comes with Python 3.12)."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    with open(f"/run/netns/{namespace}", "rb") as handle:
-        if libc.setns(handle.fileno(), _CLONE_NEWNET) != 0:
-            reason = os.strerror(ctypes.get_errno())
-            raise LabError(f"cannot enter the namespace {namespace}: {reason}")
+def _namespace_file(namespace: str) -> Path:
+    return Path("/run/netns", namespace)
 
 
 def _ip(*arguments: str) -> str:

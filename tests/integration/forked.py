@@ -1,35 +1,30 @@
 """Daemons without their imports: forked from a process that has done them, as their children are.
 
 All else is as where a person starts one: a process and a session of its own, its arguments and its
-output. Not for daemons on hosts of `benchmarks.lab`: these are executed there.
+output.
 """
 
 import atexit
 import functools
-import json
 import os
 import select
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 
-from p2pdiloco_daemon.children.forkserver import PRELOADED, adopt_orphans, order, order_sockets
+from p2pdiloco_daemon.children.forkserver import Forkserver, adopt_orphans, order, order_sockets
+from p2pdiloco_daemon.demo.forked_command import written_order
+from p2pdiloco_daemon.demo.processes import supervisor_pipe
 
-_PRELOADED = [
-    *PRELOADED,
-    "forked_daemon",
-    "p2pdiloco_daemon.app",
-    "p2pdiloco_daemon.rollouts.process",
-    "p2pdiloco_bootstrap.app",
-]
-_SERVER = f"""
+_SERVER = """
 import socket, sys
-from p2pdiloco_daemon.children.forkserver import serve
-serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), {_PRELOADED!r})
+from p2pdiloco_daemon.children.forkserver import COMMANDS, serve
+serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), COMMANDS)
 """
 FORK_S = 180.0
 """With the imports, the first time, on a busy machine."""
@@ -66,23 +61,35 @@ class ForkedDaemon:
 
 
 def fork_daemon(
-    arguments: Sequence[str], log_fd: int, environment: Mapping[str, str]
+    arguments: Sequence[str],
+    log_fd: int,
+    environment: Mapping[str, str],
+    network: Path | None = None,
 ) -> ForkedDaemon:
     """`python -m p2pdiloco_daemon.cli.main ARGUMENTS`, both its outputs in the log."""
     told, pid_fd = os.pipe()
-    with open(told, "rb") as answer, tempfile.TemporaryFile("w+") as asked:
-        json.dump([arguments, dict(environment)], asked)
-        asked.seek(0)
-        order(_orders(), "forked_daemon", [pid_fd, log_fd, asked.fileno()])
+    with open(told, "rb") as answer:
+        with written_order(arguments, network, {**os.environ, **environment}) as asked:
+            fds = [pid_fd, log_fd, asked.fileno(), log_fd, supervisor_pipe()]
+            order(_server()[1], "p2pdiloco_daemon.demo.forked_command", fds)
         os.close(pid_fd)
         readable, _, _ = select.select([answer], [], [], FORK_S)
         assert readable, f"no daemon was forked within {FORK_S:.0f} s"
         return ForkedDaemon(int(answer.read()))
 
 
+def shared_forkserver() -> Forkserver | None:
+    """The same one, for a swarm that starts its nodes itself; None where nothing is forked."""
+    if sys.platform != "linux":
+        return None
+    server, orders = _server()
+    return Forkserver(orders, server.pid)
+
+
 @functools.cache
-def _orders() -> socket.socket:
-    """To the forkserver of this process of tests."""
+def _server() -> tuple["subprocess.Popen[bytes]", socket.socket]:
+    """Of this process of tests; it lives as long as the thread that first asks for it."""
+    assert threading.current_thread() is threading.main_thread()
     adopt_orphans()
     ours, theirs = order_sockets()
     fd = theirs.fileno()
@@ -91,7 +98,7 @@ def _orders() -> socket.socket:
     with theirs:
         server = subprocess.Popen(command, pass_fds=(fd,), env=environment)
     atexit.register(_end, server)
-    return ours
+    return server, ours
 
 
 def _end(server: "subprocess.Popen[bytes]") -> None:

@@ -73,7 +73,11 @@ class Machine(Protocol):
 
     @property
     def prefix(self) -> tuple[str, ...]:
-        """What to put before its command."""
+        """What to put before its command, to execute it there."""
+
+    @property
+    def network(self) -> Path | None:
+        """What it enters otherwise."""
 
     def call(self, function: Callable[[], T]) -> T:
         """The result of `function`, whose sockets are those of the machine."""
@@ -83,6 +87,7 @@ class Loopback:
     """This machine, of which a node then uses the loopback interface only."""
 
     prefix: tuple[str, ...] = ()
+    network = None
 
     def call(self, function: Callable[[], T]) -> T:
         return function()
@@ -108,8 +113,8 @@ class Daemon:
         environment = {"HOME": str(home), "PYTHONUNBUFFERED": "1"}
         self.process: ForkedDaemon | subprocess.Popen[bytes]
         with self.log.open("ab") as log:
-            if machine is LOOPBACK and sys.platform == "linux":
-                self.process = fork_daemon(arguments, log.fileno(), environment)
+            if sys.platform == "linux":
+                self.process = fork_daemon(arguments, log.fileno(), environment, machine.network)
             else:
                 self.process = subprocess.Popen(
                     [

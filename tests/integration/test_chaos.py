@@ -10,11 +10,13 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 import pytest
+from forked import shared_forkserver
 
 from benchmarks.chaos import NUM_NODES, START_S, play, settle_and_leave
 from benchmarks.chaos_faults import FAULTS_MAX, RESTARTS, Kind, draw
 from benchmarks.chaos_swarm import ChaosSwarm, running_chaos_swarm
 from benchmarks.chaos_watch import Watch
+from p2pdiloco_daemon.children.forkserver import Forkserver
 
 pytestmark = [pytest.mark.loopback, pytest.mark.slow, pytest.mark.timeout(2400)]
 
@@ -26,8 +28,9 @@ SEEDS = range(20)
 class Living:
     """A swarm that lives in a thread of its own from test to test."""
 
-    def __init__(self) -> None:
+    def __init__(self, forkserver: Forkserver | None) -> None:
         self.is_broken = False
+        self._forkserver = forkserver
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
         self._end = asyncio.Event()
@@ -65,7 +68,7 @@ class Living:
             self._ready.set()
 
     async def _live(self) -> None:
-        async with running_chaos_swarm(NUM_NODES) as swarm:
+        async with running_chaos_swarm(NUM_NODES, forkserver=self._forkserver) as swarm:
             watch = Watch(swarm)
             await watch.heals({}, START_S)
             self._parts = swarm, watch
@@ -75,7 +78,7 @@ class Living:
 
 @pytest.fixture(scope="module")
 def living() -> Iterator[Living]:
-    with Living() as swarm:
+    with Living(shared_forkserver()) as swarm:
         yield swarm
 
 

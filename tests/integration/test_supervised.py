@@ -17,29 +17,39 @@ pytestmark = [pytest.mark.loopback, pytest.mark.slow, pytest.mark.timeout(1800)]
 SUPERVISOR = """
 import asyncio, sys
 from pathlib import Path
-from p2pdiloco_daemon.demo.processes import bootstrap_peer
+from p2pdiloco_daemon.children.forkserver import COMMANDS, running_forkserver
+from p2pdiloco_daemon.demo.processes import Home, bootstrap_peer
 
-async def main():
+async def main(home):
     root = Path(sys.argv[1])
-    async with bootstrap_peer(root / "run.toml", root / "first", root / "first.log") as invite:
+    first = bootstrap_peer(root / "run.toml", root / "first", root / "first.log", home)
+    async with first as invite:
         print(invite, flush=True)
         await asyncio.Event().wait()
 
-asyncio.run(main())
+with running_forkserver(COMMANDS) as forkserver:
+    asyncio.run(main(Home(forkserver=forkserver if sys.argv[2] == "forked" else None)))
 """
 
 
+@pytest.fixture(scope="module", params=["forked", "executed"])
+def start(request: pytest.FixtureRequest) -> str:
+    """How it starts what it starts."""
+    how: str = request.param
+    return how
+
+
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(start: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("supervised")
     write_draft(path / "run.toml", RunSpec(name="supervised"))
     return path
 
 
 @pytest.fixture(scope="module")
-def supervisor(root: Path) -> Iterator[psutil.Popen]:
+def supervisor(start: str, root: Path) -> Iterator[psutil.Popen]:
     """A process like the demo's, with a first peer."""
-    command = [sys.executable, "-c", SUPERVISOR, str(root)]
+    command = [sys.executable, "-c", SUPERVISOR, str(root), start]
     process = psutil.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout.readline().startswith("p2pdiloco:"), (root / "first.log").read_text()
@@ -60,7 +70,9 @@ def test_a_second_first_peer_on_one_directory_is_refused(
         text=True,
         timeout=PATIENCE_S,
     )
-    (first,) = supervisor.children()
+    (first,) = (
+        child for child in supervisor.children() if "bootstrap" in " ".join(child.cmdline())
+    )
     assert second.returncode == 2
     assert f"in use by another p2pdiloco daemon (process {first.pid})" in second.stderr
     assert first.is_running()

@@ -150,7 +150,7 @@ def test_what_a_killed_owner_left_is_removed_by_the_next_lab(lab: Lab) -> None:
     )
     killed = subprocess.run(
         [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": "."},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([".", *sys.path])},
         stdout=subprocess.PIPE,
         text=True,
     )

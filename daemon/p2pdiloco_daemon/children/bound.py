@@ -36,6 +36,11 @@ def bind_to(parent: int) -> bool:
     return os.getppid() == parent
 
 
+def unbind() -> None:
+    """For a process that notices by itself that its parent is gone, and then has things to do."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
+
+
 def main() -> None:
     parent, module, *arguments = sys.argv[1:]
     if bind_to(int(parent)):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from p2pdiloco_daemon.children.bound import bound_command
 from p2pdiloco_daemon.children.channel import pack
-from p2pdiloco_daemon.children.forkserver import ForkedProcess, Forkserver
+from p2pdiloco_daemon.children.forkserver import ForkedProcess, Forkserver, reading
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -133,8 +133,13 @@ async def _forked(
     """None if that cannot be."""
     if forkserver is None:
         return None
+    said, stderr_end = socket.socketpair()
+    stderr = await reading(said)
     try:
-        return await forkserver.fork(module, fds)
+        with stderr_end:
+            process = await forkserver.fork(module, stderr_end.fileno(), fds)
+        process.stderr = stderr
+        return process
     except OSError as error:
         logger.warning("%s is executed, since it cannot be forked: %s", name, error)
         return None

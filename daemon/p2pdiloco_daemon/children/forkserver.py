@@ -36,6 +36,15 @@ PRELOADED = ("p2pdiloco_daemon.learner.process", "transformers.models.llama.mode
 """Each node has a learner, and most learn a model of this family, which transformers would import
 once it is built."""
 
+COMMANDS = (
+    *PRELOADED,
+    "p2pdiloco_daemon.app",
+    "p2pdiloco_daemon.rollouts.process",
+    "p2pdiloco_daemon.demo.forked_command",
+    "p2pdiloco_bootstrap.app",
+)
+"""What nodes and first peers need, and what their own forkservers then find imported."""
+
 _PR_SET_CHILD_SUBREAPER = 36
 _ORDER_BYTES = 256
 _PID_BYTES = 16
@@ -45,9 +54,10 @@ _FDS_MAX = 8
 class ForkedProcess:
     """A process that the forkserver made, with the face of an `asyncio.subprocess.Process`."""
 
-    def __init__(self, pid: int, stderr: asyncio.StreamReader) -> None:
+    def __init__(self, pid: int) -> None:
         self.pid = pid
-        self.stderr = stderr
+        self.stdout: asyncio.StreamReader | None = None
+        self.stderr: asyncio.StreamReader | None = None
         self.returncode: int | None = None
         self._pidfd = os.pidfd_open(pid)
         self._ended = asyncio.Event()
@@ -58,8 +68,14 @@ class ForkedProcess:
         return self.returncode
 
     def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def send_signal(self, number: int) -> None:
         if self.returncode is None:  # else its id may be another's
-            os.kill(self.pid, signal.SIGTERM)
+            os.kill(self.pid, number)
 
     def _on_end(self) -> None:
         asyncio.get_running_loop().remove_reader(self._pidfd)
@@ -76,25 +92,23 @@ class Forkserver:
         self.pid = pid
         self._orders = orders
 
-    async def fork(self, module: str, fds: Sequence[int]) -> ForkedProcess:
+    async def fork(self, module: str, stderr_fd: int, fds: Sequence[int]) -> ForkedProcess:
         """Has a new process run MODULE FDS... in a session of its own; OSError if that cannot
         be.
         """
         told, pid_end = socket.socketpair()
-        said, stderr_end = socket.socketpair()
         with told:
-            with pid_end, stderr_end:
-                stderr = await _reading(said)
-                order(self._orders, module, [pid_end.fileno(), stderr_end.fileno(), *fds])
+            with pid_end:
+                order(self._orders, module, [pid_end.fileno(), stderr_fd, *fds])
             told.setblocking(False)
             async with asyncio.timeout(FORK_S):
                 pid = await asyncio.get_running_loop().sock_recv(told, _PID_BYTES)
         if not pid:
             raise ConnectionError("the forkserver has ended")
-        return ForkedProcess(int(pid), stderr)
+        return ForkedProcess(int(pid))
 
 
-async def _reading(source: socket.socket) -> asyncio.StreamReader:
+async def reading(source: socket.socket) -> asyncio.StreamReader:
     """Closes it at its end."""
     reader = asyncio.StreamReader()
     protocol = asyncio.StreamReaderProtocol(reader)
@@ -111,7 +125,7 @@ def order(orders: socket.socket, module: str, fds: Sequence[int]) -> None:
 
 
 @contextmanager
-def running_forkserver() -> Iterator[Forkserver | None]:
+def running_forkserver(preloaded: Sequence[str] = PRELOADED) -> Iterator[Forkserver | None]:
     """As long as the block lasts; None where there cannot be one. Before it, nothing may have been
     opened that a child must not have.
     """
@@ -127,7 +141,7 @@ def running_forkserver() -> Iterator[Forkserver | None]:
             pid = _fork_if_possible()
             if pid == 0:
                 ours.close()
-                _leave_with(partial(serve, theirs, me, PRELOADED))
+                _leave_with(partial(serve, theirs, me, preloaded))
         if pid is None:
             yield None
             return

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import json
+import os
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -10,10 +11,12 @@ from pathlib import Path
 
 from p2pdiloco.errors import UserError
 from p2pdiloco.spec import DataSpec, InnerSpec, OuterSpec, RlSpec, RunSpec, SyncSpec
+from p2pdiloco_daemon.children.forkserver import COMMANDS, running_forkserver
 from p2pdiloco_daemon.cli.directories import data_directory
 from p2pdiloco_daemon.cli.new import write_draft
 from p2pdiloco_daemon.cli.ports import STATUS_PORT, port_number, require_free
 from p2pdiloco_daemon.demo.display import Display
+from p2pdiloco_daemon.demo.processes import Home
 from p2pdiloco_daemon.demo.supervisor import DemoOptions, run_demo
 from p2pdiloco_daemon.demo.verdict import all_is_well
 from p2pdiloco_daemon.status.view import JsonObject
@@ -101,17 +104,20 @@ def run(arguments: argparse.Namespace) -> int:
     for port in range(arguments.port, arguments.port + arguments.nodes):
         require_free("127.0.0.1", port, "--port")
     places = _make_places(arguments.dir, _draft(arguments.strategy, arguments.task))
-    options = DemoOptions(
-        spec_file=places.work / _SPEC_FILE,
-        directory=places.work,
-        checkpoint=places.checkpoint,
-        num_nodes=arguments.nodes,
-        first_port=arguments.port,
-        minutes=arguments.minutes,
-    )
+    os.environ.update(OMP_NUM_THREADS="1", GOMP_SPINCOUNT="0")  # as `join` has it
     display = Display()
     try:
-        outcome = asyncio.run(run_demo(options, display))
+        with running_forkserver(COMMANDS) as forkserver:
+            options = DemoOptions(
+                spec_file=places.work / _SPEC_FILE,
+                directory=places.work,
+                checkpoint=places.checkpoint,
+                num_nodes=arguments.nodes,
+                first_port=arguments.port,
+                minutes=arguments.minutes,
+                home=Home(forkserver=forkserver),
+            )
+            outcome = asyncio.run(run_demo(options, display))
     except (KeyboardInterrupt, asyncio.CancelledError):  # broken off: nothing is to be looked into
         if places.temporary:
             shutil.rmtree(places.work)

@@ -1,4 +1,6 @@
-"""The demo's processes: one bootstrap peer and N nodes, each started as a person would start it.
+"""The demo's processes: one bootstrap peer and N nodes, each as one that a person has started.
+
+Where it can be they are forked from a process that has imported what all of them need.
 
 Each runs in a session of its own, so that Ctrl-C in the terminal reaches the supervisor alone. Each
 holds the reading end of a pipe whose other end the supervisor has: when that closes, even by a
@@ -8,18 +10,25 @@ holds the reading end of a pipe whose other end the supervisor has: when that cl
 import asyncio
 import contextlib
 import functools
+import logging
 import os
 import signal
+import socket
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from p2pdiloco.errors import UserError
 from p2pdiloco_bootstrap.control_sockets import remove_leftovers
 from p2pdiloco_bootstrap.invite import PREFIX
+from p2pdiloco_daemon.children.forkserver import ForkedProcess, Forkserver, reading
+from p2pdiloco_daemon.demo.forked_command import written_order
 from p2pdiloco_daemon.storage.place import IDENTITY_FILE
+
+logger = logging.getLogger(__name__)
 
 BOOTSTRAP_TIMEOUT_S = 600.0
 """Importing torch, making the first weights and starting a host take 10 s; on a machine with six
@@ -36,7 +45,7 @@ class NodeProcess:
     directory: Path
     port: int
     """Of its status page."""
-    process: Process
+    process: Process | ForkedProcess
 
     @property
     def name(self) -> str:
@@ -57,7 +66,11 @@ class Home:
 
     listen: str = "127.0.0.1"
     prefix: tuple[str, ...] = ()
-    """What to put before a command, to run it elsewhere than here."""
+    """What to put before a command, to execute it elsewhere than here."""
+    forkserver: Forkserver | None = None
+    """Of `COMMANDS`, where there is one; what cannot be forked is executed."""
+    network: Path | None = None
+    """The namespace that a forked process enters."""
 
 
 HERE = Home()
@@ -70,7 +83,7 @@ async def bootstrap_peer(
     """The first peer, running; gives its invite."""
     where = ["--dir", str(directory), "--listen", home.listen, "--port", "0"]
     arguments = ["bootstrap", str(spec_file), *where]
-    process = await _start(arguments, log, home, stdout=PIPE)
+    process = await _start(arguments, log, home, reads_output=True)
     try:
         async with asyncio.timeout(BOOTSTRAP_TIMEOUT_S):
             invite = await _read_invite(process)
@@ -102,7 +115,7 @@ async def end(nodes: Sequence[NodeProcess]) -> None:
         remove_leftovers(node.directory / IDENTITY_FILE)
 
 
-async def stop(processes: Sequence[Process]) -> None:
+async def stop(processes: Sequence[Process | ForkedProcess]) -> None:
     """SIGTERM, then after STOP_TIMEOUT_S SIGKILL, for those that still run."""
     running = [process for process in processes if process.returncode is None]
     for process in running:
@@ -118,7 +131,7 @@ async def stop(processes: Sequence[Process]) -> None:
             await process.wait()
 
 
-def kill(processes: Sequence[Process]) -> None:
+def kill(processes: Sequence[Process | ForkedProcess]) -> None:
     """SIGKILL for those that still run."""
     for process in processes:
         if process.returncode is None:
@@ -134,24 +147,52 @@ def supervisor_pipe() -> int:
 
 
 async def _start(
-    arguments: Sequence[str], log: Path, home: Home, stdout: int | None = None
-) -> Process:
+    arguments: Sequence[str], log: Path, home: Home, reads_output: bool = False
+) -> Process | ForkedProcess:
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as log_file:
-        return await asyncio.create_subprocess_exec(
-            *(*home.prefix, sys.executable),
-            *("-m", "p2pdiloco_daemon.cli.main", *arguments),
-            *("--supervisor-fd", str(supervisor_pipe())),
-            pass_fds=(supervisor_pipe(),),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=log_file if stdout is None else stdout,
-            stderr=log_file,
-            start_new_session=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        )
+        if home.forkserver:
+            try:
+                return await _fork(home.forkserver, arguments, home, log_file, reads_output)
+            except OSError as error:
+                logger.warning("%s is executed, since it cannot be forked: %s", arguments[0], error)
+        return await _execute(arguments, home, log_file, reads_output)
 
 
-async def _read_invite(process: Process) -> str:
+async def _fork(
+    forkserver: Forkserver,
+    arguments: Sequence[str],
+    home: Home,
+    log: IO[bytes],
+    reads_output: bool,
+) -> ForkedProcess:
+    said, output = socket.socketpair()
+    with said, output, written_order(arguments, home.network, os.environ) as order:
+        written = (output if reads_output else log).fileno()
+        fds = (order.fileno(), written, supervisor_pipe())
+        process = await forkserver.fork("p2pdiloco_daemon.demo.forked_command", log.fileno(), fds)
+        if reads_output:
+            process.stdout = await reading(said.dup())
+        return process
+
+
+async def _execute(
+    arguments: Sequence[str], home: Home, log: IO[bytes], reads_output: bool
+) -> Process:
+    return await asyncio.create_subprocess_exec(
+        *(*home.prefix, sys.executable),
+        *("-m", "p2pdiloco_daemon.cli.main", *arguments),
+        *("--supervisor-fd", str(supervisor_pipe())),
+        pass_fds=(supervisor_pipe(),),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=PIPE if reads_output else log,
+        stderr=log,
+        start_new_session=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+
+
+async def _read_invite(process: Process | ForkedProcess) -> str:
     assert process.stdout is not None
     async for line in process.stdout:
         text = line.decode(errors="replace").strip()

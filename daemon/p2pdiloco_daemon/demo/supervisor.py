@@ -14,7 +14,7 @@ from p2pdiloco.errors import UserError
 from p2pdiloco_daemon.demo.display import Display
 from p2pdiloco_daemon.demo.evaluation import Request, evaluate
 from p2pdiloco_daemon.demo.polling import StatusReader
-from p2pdiloco_daemon.demo.processes import NodeProcess, bootstrap_peer, end, start_node
+from p2pdiloco_daemon.demo.processes import Home, NodeProcess, bootstrap_peer, end, start_node
 from p2pdiloco_daemon.demo.verdict import NodeOutcome, result
 from p2pdiloco_daemon.status.view import JsonObject
 
@@ -34,6 +34,7 @@ class DemoOptions:
     num_nodes: int
     first_port: int
     minutes: float | None
+    home: Home
 
 
 class StopRequests:
@@ -99,7 +100,7 @@ async def _train(
     """Runs the processes until the end; the outcome of each node that ever had the model."""
     directory = options.directory
     bootstrap = bootstrap_peer(
-        options.spec_file, directory / "bootstrap", directory / "bootstrap.log"
+        options.spec_file, directory / "bootstrap", directory / "bootstrap.log", options.home
     )
     async with (
         bootstrap as invite,
@@ -130,7 +131,8 @@ async def _nodes(options: DemoOptions, invite: str) -> AsyncIterator[list[NodePr
     try:
         for index in range(options.num_nodes):
             directory = options.directory / f"node-{index + 1}"
-            nodes.append(await start_node(directory, options.first_port + index, invite))
+            port = options.first_port + index
+            nodes.append(await start_node(directory, port, invite, options.home))
         yield nodes
     finally:
         await end(nodes)
