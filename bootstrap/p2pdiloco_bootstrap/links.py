@@ -13,6 +13,8 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import psutil
 
+from p2pdiloco.protocol.naming import PeerId
+from p2pdiloco.protocol.pauses import Pauses
 from p2pdiloco_bootstrap import addresses as multiaddrs
 from p2pdiloco_bootstrap.control import Control
 
@@ -21,8 +23,9 @@ log = logging.getLogger(__name__)
 LOOK_S = 2.0
 """Between looks at interfaces and connections, which take a millisecond."""
 
-DIRECT_AGAIN_S = 600.0
-"""Until a peer that turned out to be behind a relay only is dialed directly again."""
+DIRECT_AGAIN_S = (20.0, 600.0)
+"""First and longest time until a peer that was not reached directly is tried again: one dial may
+fail by chance, but each costs what goes through the relay just then."""
 
 
 def addresses_here() -> frozenset[str]:
@@ -54,16 +57,16 @@ async def replace_relayed_links(
     connect: Callable[[str], Awaitable[None]],
 ) -> None:
     """Dials, for ever, who is connected through a relay and says that it can be dialed."""
-    next_at: dict[str, float] = {}
+    tries = Pauses(*DIRECT_AGAIN_S)
     while True:
         await asyncio.sleep(LOOK_S)
         now = asyncio.get_running_loop().time()
-        next_at = {peer: at for peer, at in next_at.items() if at > now}
         try:
             for peer, found in (await control.connections()).items():
                 relayed = all(multiaddrs.is_relayed(address) for address in found)
-                if relayed and peer not in next_at and _can_be_dialed(addresses_of(peer)):
-                    next_at[peer] = now + DIRECT_AGAIN_S
+                is_due = relayed and tries.over(PeerId(peer), now)
+                if is_due and _can_be_dialed(addresses_of(peer)):
+                    tries.begin(PeerId(peer), now)
                     log.info("dialing %s, instead of its relay", peer[-8:])
                     await control.disconnect(peer)
                     await connect(peer)

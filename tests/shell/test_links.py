@@ -83,30 +83,32 @@ def test_loopback_and_addresses_of_the_link_do_not_count() -> None:
 
 
 @pytest.mark.parametrize(
-    ("known", "dialed"),
+    ("known", "dialed_after_s"),
     [
-        ((DIRECT,), ["bob"]),
+        ((DIRECT,), [2, 22, 62, 142, 302]),
         ((), []),
         ((DIRECT, RELAYED), []),
         (("/ip4/192.168.1.2/tcp/8600",), []),
         (("/ip4/me/tcp/8600", "garbage"), []),
     ],
 )
-def test_who_is_relayed_and_can_be_dialed_is_dialed_once(
-    known: tuple[str, ...], dialed: list[str]
+def test_who_is_relayed_and_can_be_dialed_is_dialed_less_and_less_often(
+    known: tuple[str, ...], dialed_after_s: list[float]
 ) -> None:
-    control, calls = FakeControl(), list[str]()
+    control, calls = FakeControl(), list[float]()
 
     async def connect(peer: str) -> None:
-        calls.append(peer)
+        assert peer == "bob"
+        calls.append(asyncio.get_running_loop().time())
         raise ConnectionError("no answer")
 
     async def main() -> None:
         work = links.replace_relayed_links(control, lambda peer: known, connect)
         replacing = asyncio.create_task(work)
-        await asyncio.sleep(links.DIRECT_AGAIN_S / 2)
+        await asyncio.sleep(600)
         replacing.cancel()
         await asyncio.wait((replacing,))
 
     run_virtual(main())
-    assert calls == control.closed == dialed
+    assert [call - calls[0] + 2 for call in calls] == pytest.approx(dialed_after_s)
+    assert control.closed == ["bob"] * len(calls)
