@@ -85,6 +85,9 @@ def with_engine(
         "errors beyond the margin": engine.referee.num_exceeded,
         "calibration s": round(calibrated_at - started, 1),
     }
+    if drafter and calibrated:
+        cost = engine.costs.seconds
+        detail["cost of 4 drafts each"] = round(cost(load, 5 * load) / cost(load, load), 2)
     return Outcome(num_tokens, seconds, digest.hexdigest(), detail)
 
 

@@ -254,7 +254,8 @@ class VllmEngine:
 
     def _load(self) -> None:
         """Gives vLLM the weights of the model. What it computed with others is void."""
-        weights = iter([(name, p.detach()) for name, p in self.model.named_parameters()])
+        named = self.model.named_parameters(remove_duplicate=False)
+        weights = iter([(name, parameter.detach()) for name, parameter in named])
         self._vllm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         assert self._vllm.reset_prefix_cache(), "nothing is running"
 
@@ -372,6 +373,8 @@ def _started(model: PreTrainedModel, limits: Limits, length_max: int, choose: Ch
         )
     config = deepcopy(model.config)
     config.architectures = [type(model).__name__]
+    # as a head of its own, which is told new weights: of a tied one vLLM keeps the old, packed ones
+    config.tie_word_embeddings = False
     with TemporaryDirectory(prefix="p2pdiloco-vllm-") as directory:
         config.save_pretrained(directory)
         return LLMEngine.from_engine_args(

@@ -24,7 +24,9 @@ SAMPLINGS = (
 )
 
 
-def small_model(seed: int = 0, *, hidden_size: int = 48, scale: float = 8.0) -> PreTrainedModel:
+def small_model(
+    seed: int = 0, *, hidden_size: int = 48, scale: float = 8.0, tied: bool = False
+) -> PreTrainedModel:
     """Two layers, grouped heads, and logits of several units, so that choices are neither uniform
     nor all alike."""
     config = LlamaConfig(
@@ -35,7 +37,7 @@ def small_model(seed: int = 0, *, hidden_size: int = 48, scale: float = 8.0) -> 
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=POSITIONS,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
         bos_token_id=None,
         eos_token_id=None,
     )

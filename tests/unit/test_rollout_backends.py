@@ -41,9 +41,9 @@ VLLM = pytest.param(
 )
 
 
-def model_of(seed: int) -> PreTrainedModel:
+def model_of(seed: int, tied: bool = False) -> PreTrainedModel:
     """Its heads are of a size that vLLM has kernels for."""
-    return small_model(seed, hidden_size=128, scale=5.0)
+    return small_model(seed, hidden_size=128, scale=5.0, tied=tied)
 
 
 @pytest.fixture(params=["torch", VLLM])
@@ -59,14 +59,14 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
 
 
 @cache
-def make(name: str) -> Backend:
+def make(name: str, tied: bool = False) -> Backend:
     """One of a kind for all tests: vLLM takes long to start."""
     ticks = count()
     if name == "torch":
-        return Engine(model_of(0), LIMITS, lambda: next(ticks) / 1000)
+        return Engine(model_of(0, tied), LIMITS, lambda: next(ticks) / 1000)
     from p2pdiloco.rollout.vllm_engine import VllmEngine
 
-    return VllmEngine(model_of(0), LIMITS, lambda: next(ticks) / 1000, length_max=POSITIONS)
+    return VllmEngine(model_of(0, tied), LIMITS, lambda: next(ticks) / 1000, length_max=POSITIONS)
 
 
 def test_tokens_and_log_probabilities_are_those_of_the_rule(backend: Backend) -> None:
@@ -215,6 +215,20 @@ def test_a_second_turn_reuses_what_this_policy_computed_and_no_other(backend: Ba
     assert 128 <= num_reused(backend, second) < len(prompt)
     backend.swap(dict(model_of(1).named_parameters()), version=1)
     assert num_reused(backend, second) == 0
+
+
+@pytest.mark.parametrize("name", ["torch", VLLM])
+def test_a_head_that_is_the_embedding_follows_new_weights(name: str) -> None:
+    """As in the presets."""
+    backend = make(name, tied=True)
+    for seed in (0, 1):
+        model = model_of(seed, tied=True)
+        backend.swap(dict(model.named_parameters()), version=seed)
+        wanted = requests(3, num_tokens=6)
+        answers = tokens_of(generate(backend, wanted))
+        for request in wanted:
+            expected = [choice.token for choice in tokens_by_the_rule(model, request)]
+            assert answers[request.id] == expected
 
 
 def num_reused(backend: Backend, request: Request) -> int:
