@@ -374,6 +374,22 @@ def test_ctrl_c_while_the_commands_are_imported_says_nothing(
     assert capsys.readouterr() == ("", "")
 
 
+def test_a_mistake_that_one_of_several_tasks_meets_is_a_sentence_and_a_bug_is_none(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors: list[Exception] = [ExceptionGroup("inner", [UserError("mend it")])]
+
+    def fail() -> None:
+        raise ExceptionGroup("outer", errors)
+
+    monkeypatch.setattr(main_module, "build_parser", fail)
+    assert main(["join"]) == 2
+    assert capsys.readouterr() == ("", "p2pdiloco: mend it\n")
+    errors.append(RuntimeError("a bug"))
+    with pytest.raises(ExceptionGroup, match="outer"):
+        main(["join"])
+
+
 def test_export_tells_at_once_what_cannot_be(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -18,11 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # it, since nothing is compiled here, nothing
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.sep)
     try:
-        _require_a_place()
-        arguments = build_parser().parse_args(argv)
-        code = int(arguments.run(arguments))
-        sys.stdout.flush()
-        return code
+        return _run(argv)
     except UserError as error:
         print(f"p2pdiloco: {error}", file=sys.stderr)
         return 2
@@ -35,6 +31,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.filename or error.errno not in (errno.ENOSPC, errno.EPIPE):
             raise
         return _output_lost(error)
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    try:
+        _require_a_place()
+        arguments = build_parser().parse_args(argv)
+        code = int(arguments.run(arguments))
+        sys.stdout.flush()
+        return code
+    except ExceptionGroup as group:  # of the tasks that ran beside the one that met the error
+        _, others = group.split(P2PDilocoError)
+        if others:
+            raise
+        raise _first(group) from group
+
+
+def _first(group: ExceptionGroup[Exception]) -> Exception:
+    error = group.exceptions[0]
+    return _first(error) if isinstance(error, ExceptionGroup) else error
 
 
 def _output_lost(error: OSError) -> int:
