@@ -10,4 +10,4 @@ from p2pdiloco_daemon.learner.learner import Learner
 
 if __name__ == "__main__":
     Learner.module = "benchmarks.paced_learner"
-    sys.exit(cli.main(sys.argv[4:]))
+    sys.exit(cli.main(sys.argv[5:]))

@@ -53,4 +53,4 @@ def best_end(turn: TurnId, history: bytes, rules: Rulebook) -> Episode:
 
 if __name__ == "__main__":
     Rollouts.play = play_as_if_it_knew  # type: ignore[method-assign]
-    sys.exit(main(sys.argv[4:]))
+    sys.exit(main(sys.argv[5:]))

@@ -1,5 +1,6 @@
 """Children that are forked live and die as those that are executed; the daemon here is a script."""
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -150,3 +151,18 @@ def test_without_the_forkserver_children_are_executed(tmp_path: Path) -> None:
         assert (name, size, kind) == ("__main__", "7", "Process")
         assert pid == session == told_pid
         assert is_running(psutil.Process(int(earlier)))
+
+
+def test_one_that_hangs_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forkserver, "FORK_S", 0.01)
+    ours, theirs = forkserver.order_sockets()
+
+    async def main() -> None:
+        with ours, theirs:
+            server = forkserver.Forkserver(ours, os.getpid())
+            with pytest.raises(TimeoutError, match="not done within"):
+                await server.fork("child_module", 2, ())
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                await server.fork("child_module", 2, ())
+
+    asyncio.run(main())

@@ -187,6 +187,23 @@ def test_output_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a shell that closes and ignores")
+def test_a_command_does_not_care_what_its_parent_has_closed_or_ignores(tmp_path: Path) -> None:
+    program = (
+        "import os, sys; from p2pdiloco_daemon.cli import main as command\n"
+        "def parser():\n"
+        "    child = os.spawnlp(os.P_WAIT, 'true', 'true')\n"
+        f"    told = open({str(tmp_path / 'told')!r}, 'w')\n"
+        "    print(child, told.fileno() > 2, file=told)\n"
+        "    sys.exit(0)\n"
+        "command.build_parser = parser\n"
+        "command.main(['join'])\n"
+    )
+    script = f"trap '' CHLD; exec {sys.executable} -c \"$0\" <&- >&- 2>&-"
+    subprocess.run(["sh", "-c", script, program], check=True)
+    assert (tmp_path / "told").read_text() == "0 True\n"
+
+
 def test_bootstrap_needs_the_owners_key(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     main(["new", str(tmp_path / "run.toml")])
     capsys.readouterr()

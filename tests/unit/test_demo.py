@@ -218,6 +218,7 @@ def test_interrupts_stop_then_hurry_then_drop_everything() -> None:
     requests.add()
     assert (requests.hurry.is_set(), cancelled) == (True, [])
     requests.add()
+    requests.add()
     assert cancelled == [True]
 
 

@@ -101,8 +101,12 @@ class Forkserver:
             with pid_end:
                 order(self._orders, module, [pid_end.fileno(), stderr_fd, *fds])
             told.setblocking(False)
-            async with asyncio.timeout(FORK_S):
-                pid = await asyncio.get_running_loop().sock_recv(told, _PID_BYTES)
+            try:
+                async with asyncio.timeout(FORK_S):
+                    pid = await asyncio.get_running_loop().sock_recv(told, _PID_BYTES)
+            except TimeoutError:
+                self._orders.close()  # it is not asked again: each would wait as long
+                raise TimeoutError(f"not done within {FORK_S:.0f} s") from None
         if not pid:
             raise ConnectionError("the forkserver has ended")
         return ForkedProcess(int(pid))
@@ -178,6 +182,7 @@ def serve(orders: socket.socket, parent: int, preloaded: Sequence[str]) -> None:
     nothing = os.open(os.devnull, os.O_RDWR)
     for fd in range(3):
         os.dup2(nothing, fd)
+    os.close(nothing)
     setproctitle("p2pdiloco forkserver")
     for module in preloaded:
         _import(module)

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import errno
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -17,6 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # transformers imports torch's compiler, which makes this directory where there is none, and in
     # it, since nothing is compiled here, nothing
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.sep)
+    _undo_what_was_inherited()
     try:
         return _run(argv)
     except UserError as error:
@@ -31,6 +33,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.filename or error.errno not in (errno.ENOSPC, errno.EPIPE):
             raise
         return _output_lost(error)
+
+
+def _undo_what_was_inherited() -> None:
+    """Of whoever started this: no stdin, stdout or stderr, for which the next file or socket would
+    be taken, and children that nobody can wait for.
+    """
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)
+    for name, fd, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(fd, mode))
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def _run(argv: Sequence[str] | None) -> int:

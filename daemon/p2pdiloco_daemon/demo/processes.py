@@ -180,7 +180,7 @@ async def _execute(
     arguments: Sequence[str], home: Home, log: IO[bytes], reads_output: bool
 ) -> Process:
     return await asyncio.create_subprocess_exec(
-        *(*home.prefix, sys.executable),
+        *(*home.prefix, sys.executable, "-P"),  # a json.py in the working directory is not json
         *("-m", "p2pdiloco_daemon.cli.main", *arguments),
         *("--supervisor-fd", str(supervisor_pipe())),
         pass_fds=(supervisor_pipe(),),

@@ -38,15 +38,21 @@ class DemoOptions:
 
 
 class StopRequests:
-    """Ctrl-C and SIGTERM, counted: to stop training, then not to wait, then to drop everything."""
+    """Ctrl-C and SIGTERM, counted: to stop training, then not to wait, then to drop everything,
+    which no more of them may disturb.
+    """
 
     def __init__(self, cancel: Callable[[], object]) -> None:
         self.stop = asyncio.Event()
         self.hurry = asyncio.Event()
         self._cancel = cancel
+        self._is_cancelled = False
 
     def add(self) -> None:
+        if self._is_cancelled:
+            return
         if self.hurry.is_set():
+            self._is_cancelled = True
             self._cancel()
         elif self.stop.is_set():
             self.hurry.set()
@@ -73,6 +79,7 @@ async def run_demo(options: DemoOptions, display: Display) -> JsonObject:
     task = asyncio.current_task()
     assert task
     requests = StopRequests(task.cancel)
+    requests.hurry.set()  # nothing is trained yet: the first one drops everything
     with requests.listening():
         outcomes = await _train(options, display, requests)
         if not outcomes:
@@ -109,6 +116,7 @@ async def _train(
     ):
         display.say("; ".join(f"{node.name}: http://127.0.0.1:{node.port}/" for node in nodes))
         reader = StatusReader(session, nodes)
+        requests.hurry.clear()
         await _watch(nodes, reader, requests, options.minutes, display)
         display.say("settling: training stops, merges in flight reach everybody ...")
         settled = await _settle(reader, requests)
