@@ -21,6 +21,7 @@ with warnings.catch_warnings():
     from hivemind.dht.protocol import DHTProtocol
     from hivemind.dht.routing import DHTID
     from hivemind.p2p import P2P, P2PDaemonError, P2PHandlerError
+    from hivemind.p2p.p2p_daemon_bindings.control import ControlClient, DispatchFailure
     from hivemind.proto import dht_pb2
     from hivemind.utils.logging import use_hivemind_log_handler
     from hivemind.utils.multiaddr import Multiaddr
@@ -30,7 +31,19 @@ log = logging.getLogger(__name__)
 DHT_WAIT_S = 0.5
 """For a DHT peer to answer. With hivemind's 3 s a store beside one hung peer took 6 s."""
 
-_answer_ping = DHTProtocol.rpc_ping
+_take_stream, _answer_ping = ControlClient._handler, DHTProtocol.rpc_ping
+
+
+@wraps(_take_stream)
+async def take_stream(self: Any, reader: asyncio.StreamReader, writer: Any) -> None:
+    """hivemind's, in a task that nobody awaits: a stream that comes while its handler goes, or
+    whose p2pd is killed just then, would be a traceback in the log.
+    """
+    try:
+        await _take_stream(self, reader, writer)
+    except (DispatchFailure, EOFError, OSError) as error:
+        log.debug("a stream came to nothing: %r", error)
+        writer.close()
 
 
 @wraps(_answer_ping)
@@ -44,6 +57,7 @@ async def answer_ping(self: Any, request: Any, context: Any) -> Any:
     return await _answer_ping(self, request, context)
 
 
+ControlClient._handler = take_stream
 DHTProtocol.rpc_ping = answer_ping
 
 DHTProtocol.node_info = dht_pb2.NodeInfo()

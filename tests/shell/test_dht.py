@@ -5,6 +5,7 @@ import errno
 import gc
 import warnings
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,10 @@ with warnings.catch_warnings():
     from hivemind.dht.node import DHTNode
     from hivemind.dht.routing import DHTID
     from hivemind.p2p import P2PDaemonError, PeerID
-    from hivemind.proto import dht_pb2
+    from hivemind.p2p.p2p_daemon_bindings.control import ControlClient
+    from hivemind.p2p.p2p_daemon_bindings.utils import write_pbmsg
+    from hivemind.proto import dht_pb2, p2pd_pb2
+    from hivemind.utils.multiaddr import Multiaddr
 
 
 Handler = Callable[[Any, Any], Awaitable[Any]]
@@ -66,6 +70,36 @@ def test_a_peer_that_asks_while_the_dht_starts_or_in_no_name_is_answered(
 
     complaints: list[dict[str, object]] = []
     asyncio.run(main())
+    assert not complaints
+
+
+@pytest.mark.loopback
+@pytest.mark.parametrize("says_what_it_wants", [True, False])
+def test_a_stream_that_nobody_takes_or_that_breaks_off_is_closed(
+    tmp_path: Path, says_what_it_wants: bool
+) -> None:
+    async def main() -> bytes:
+        asyncio.get_running_loop().set_exception_handler(lambda _, told: complaints.append(told))
+        address = Multiaddr(f"/unix{tmp_path}/client.sock")
+        client = ControlClient(None, address, _initialized_with_create=True)
+        client._read_task = client._write_task = None
+        async with client.listen():
+            reader, writer = await asyncio.open_unix_connection(tmp_path / "client.sock")
+            if says_what_it_wants:
+                peer = Peers.peer_id.to_bytes()
+                wanted = p2pd_pb2.StreamInfo(peer=peer, addr=b"", proto="/gone")
+                await write_pbmsg(writer, wanted)
+            else:
+                writer.write(b"\x7f")
+                writer.write_eof()
+            rest = await reader.read()
+            writer.close()
+            await writer.wait_closed()
+        gc.collect()
+        return rest
+
+    complaints: list[dict[str, object]] = []
+    assert asyncio.run(main()) == b""
     assert not complaints
 
 
