@@ -9,7 +9,8 @@ import warnings
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import wraps
-from typing import Any
+from typing import Any, cast
+from uuid import UUID
 
 from p2pdiloco_bootstrap.control import CONTROL_TIMEOUT_S
 from p2pdiloco_bootstrap.discovery import MemberRecords
@@ -67,6 +68,16 @@ requests before it has filled this in, and peers that knew the node in its last 
 use_hivemind_log_handler("nowhere")
 
 
+class PendingCalls(dict[UUID, "asyncio.Future[bytes]"]):
+    """By call, what hivemind's reading of p2pd's answers looks into. An answer that comes in the
+    very moment in which its call is given up is none of them: to set the result of a cancelled
+    future would end the reading, and with it the DHT.
+    """
+
+    def __contains__(self, call: object) -> bool:
+        return super().__contains__(call) and not self[cast(UUID, call)].done()
+
+
 @asynccontextmanager
 async def p2p_client(sockets: str) -> AsyncIterator[Any]:
     """hivemind's client of our p2pd, with its own socket beside p2pd's."""
@@ -76,6 +87,7 @@ async def p2p_client(sockets: str) -> AsyncIterator[Any]:
 
     async with asyncio.timeout(CONTROL_TIMEOUT_S):
         p2p = await translated(LocalP2P.replicate(Multiaddr(f"/unix{sockets}p2pd.sock")))
+    p2p._client.control._pending_calls = PendingCalls()
     for task in (p2p._client.control._read_task, p2p._client.control._write_task):
         task.add_done_callback(note_lost_connection)
     try:

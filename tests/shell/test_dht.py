@@ -7,11 +7,12 @@ import warnings
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
 from p2pdiloco_bootstrap import dht as dht_module
-from p2pdiloco_bootstrap.dht import note_lost_connection
+from p2pdiloco_bootstrap.dht import PendingCalls, note_lost_connection
 from p2pdiloco_bootstrap.identity import Identity
 
 with warnings.catch_warnings():
@@ -101,6 +102,29 @@ def test_a_stream_that_nobody_takes_or_that_breaks_off_is_closed(
     complaints: list[dict[str, object]] = []
     assert asyncio.run(main()) == b""
     assert not complaints
+
+
+def test_an_answer_to_a_call_that_was_given_up_just_now_ends_nothing() -> None:
+    async def main() -> None:
+        address = Multiaddr("/unix/none")
+        client = ControlClient(None, address, _initialized_with_create=True)
+        client._read_task = client._write_task = None
+        client._pending_calls = PendingCalls()
+        calls = [uuid4(), uuid4()]
+        answers = [client._pending_calls.setdefault(call, asyncio.Future()) for call in calls]
+        answers[0].cancel()
+        reader = asyncio.StreamReader()
+        for call in calls:
+            answer = p2pd_pb2.CallUnaryResponse(response=b"yes")
+            told = p2pd_pb2.PersistentConnectionResponse(
+                callId=call.bytes, callUnaryResponse=answer
+            )
+            reader.feed_data(bytes([told.ByteSize()]) + told.SerializeToString())
+        reader.feed_eof()
+        await client._read_from_persistent_conn(reader)
+        assert await answers[1] == b"yes"
+
+    asyncio.run(main())
 
 
 def test_a_p2pd_that_is_killed_while_the_dht_starts_is_a_lost_connection(
